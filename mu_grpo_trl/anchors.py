@@ -1,0 +1,89 @@
+"""`anchor: trainer`: behavior log-probs recomputed by the trainer at the start of a stage, in place of the engine's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from accelerate import Accelerator
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .update import StageBatches
+
+
+class AnchorStore:
+    """
+    Recomputed log-probs of a stage's forwarded responses: one file per update and rank in `<stage>/anchors/`, a flat
+    float32 array beside the row each piece belongs to. Memory-mapped when read.
+
+    Args:
+        folder (`Path`): of the stage.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "anchors"
+        self._rows: dict[tuple[int, int], tuple[Path, int, int]] = {}
+
+    def clear(self) -> None:
+        """Forget what was stored, on disk too."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(parents=True)
+
+    def write(self, update: int, rank: int, rows: list[tuple[int, int]], logps: list[np.ndarray]) -> None:
+        """Store the log-probs `(T,)` of each `(group, sample)` of one update; the file appears whole or not at all."""
+        index = np.array([[*row, len(values)] for row, values in zip(rows, logps, strict=True)], np.int64).reshape(-1, 3)
+        for name, array in (("logps", np.concatenate([*logps, np.zeros(0, np.float32)])), ("rows", index)):
+            temporary = self._folder / f".{name}-{update}-{rank}.npy"
+            np.save(temporary, array, allow_pickle=False)
+            os.replace(temporary, self._folder / f"{name}-{update}-{rank}.npy")
+
+    def load(self) -> None:
+        """Index all that was stored."""
+        for path in sorted(self._folder.glob("rows-*.npy")):
+            start = 0
+            for group, sample, length in np.load(path, allow_pickle=False).tolist():
+                values = path.with_name(path.name.replace("rows", "logps", 1))
+                self._rows[group, sample] = values, start, start + length
+                start += length
+
+    def logps(self, group: int, sample: int) -> np.ndarray:
+        """Recomputed log-probs float32 `(T,)` of one response."""
+        path, start, stop = self._rows[group, sample]
+        return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False)[start:stop])
+
+
+def recompute_anchors(
+    store: AnchorStore,
+    batches: StageBatches,
+    updates: Iterable[int],
+    accelerator: Accelerator,
+    logps_of: Callable[[dict[str, Tensor]], Tensor],
+) -> None:
+    """
+    Fill `store` with the current policy's log-probs of every row the `updates` will forward. Collective.
+
+    Args:
+        store (`AnchorStore`): of the stage; what it held is replaced.
+        batches (`StageBatches`): of the stage, still without anchors.
+        updates (`Iterable[int]`): all updates of the stage.
+        accelerator (`Accelerator`): the trainer's.
+        logps_of (`Callable`): log-probs `(B, T)` of a micro-batch, without gradient.
+    """
+    if accelerator.is_main_process:
+        store.clear()
+    accelerator.wait_for_everyone()
+    for update in updates:
+        batch = batches.build(update)
+        rows, logps = [], []
+        for names, microbatch in zip(batch.rows, batch.microbatches, strict=True):
+            values = logps_of(microbatch).float().cpu().numpy()
+            lengths = microbatch["completion_mask"].sum(1).tolist()
+            rows += names
+            logps += [values[i, : lengths[i]] for i in range(len(names))]
+        store.write(update, accelerator.process_index, rows, logps)
+    accelerator.wait_for_everyone()

@@ -1,0 +1,432 @@
+"""`MuGRPOConfig`: the options μ-GRPO adds to TRL's `GRPOConfig`, and what it refuses of the inherited ones."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from trl import GRPOConfig
+
+OBJECTIVES = ("mu_grpo", "grpo", "m2po")
+VETO_SCOPES = ("sequence", "suffix", "non_trigger_suffix", "trigger", "none")
+
+_BIASES_RATIO = (
+    "it changes the distribution the engine samples from, so the engine's log-probs would no longer be the "
+    "denominator of the trainer's ratio; leave it at its default"
+)
+_OTHER_LOSS = "it belongs to a loss type other than 'grpo'; leave it at its default"
+_STAGED = "μ-GRPO generates a stage at a time; set `stage_updates` (μ) and `prompts_per_update` instead"
+_TEACHER_FORCING = "it makes the forward pass of training another function than the one that sampled, so the ratio is biased"
+
+REFUSED: dict[str, str] = {
+    "num_iterations": "each response is used by exactly one update; TRL's other μ is `stage_updates` here",
+    "steps_per_generation": _STAGED,
+    "generation_batch_size": _STAGED,
+    "gradient_accumulation_steps": (
+        "an update is split into micro-batches by `max_tokens_per_microbatch` and `per_device_train_batch_size`; set "
+        "`prompts_per_update` to per_device_train_batch_size × gradient_accumulation_steps × processes ÷ num_generations"
+    ),
+    "top_p": _BIASES_RATIO,
+    "top_k": _BIASES_RATIO,
+    "min_p": _BIASES_RATIO,
+    "repetition_penalty": _BIASES_RATIO,
+    "vllm_structured_outputs_regex": _BIASES_RATIO,
+    "vllm_group_port": "weights reach the servers by disk (`reload_weights`), not by a process group",
+    "vllm_importance_sampling_correction": (
+        "the ratio already has the engine's log-probs as its denominator; a second correction would count it twice"
+    ),
+    "vllm_importance_sampling_mode": "there is no second importance-sampling correction to configure",
+    "vllm_importance_sampling_clip_max": "there is no second importance-sampling correction to configure",
+    "vllm_importance_sampling_clip_min": "there is no second importance-sampling correction to configure",
+    "vllm_importance_sampling_cap": "there is no second importance-sampling correction to configure",
+    "use_transformers_continuous_batching": "it returns no log-probs of the sampled tokens; leave it off",
+    "transformers_continuous_batching_config": "continuous batching is not used",
+    "use_transformers_paged": "continuous batching is not used",
+    "delta": "the design has no dual clip; bound the ratio with `epsilon_high`",
+    "loss_type": "the objective averages over the tokens of a response, then over responses, which is 'grpo'",
+    "importance_sampling_level": "the clip and the veto act on token ratios; leave it at 'token'",
+    "multi_objective_aggregation": "rewards are summed by weight, then normalized; leave it at 'sum_then_normalize'",
+    "top_entropy_quantile": "a quantile over the update would need every token's entropy before the first backward",
+    "use_adaptive_entropy": "only a fixed `entropy_coef` is supported",
+    "entropy_coef_min": "only a fixed `entropy_coef` is supported",
+    "entropy_coef_max": "only a fixed `entropy_coef` is supported",
+    "entropy_coef_delta": "only a fixed `entropy_coef` is supported",
+    "entropy_target": "only a fixed `entropy_coef` is supported",
+    "max_tool_calling_iterations": "tools are not supported yet",
+    "off_policy_mask_threshold": "the veto takes its place; set `veto_scope` and `veto_threshold`",
+    "use_bias_correction_kl": "the KL term is added outside the ratio; leave it off",
+    "sapo_temperature_neg": _OTHER_LOSS,
+    "sapo_temperature_pos": _OTHER_LOSS,
+    "vespo_k_pos": _OTHER_LOSS,
+    "vespo_lambda_pos": _OTHER_LOSS,
+    "vespo_k_neg": _OTHER_LOSS,
+    "vespo_lambda_neg": _OTHER_LOSS,
+    "router_aux_loss_coef": "the load-balancing loss of mixture-of-experts models is not supported yet; set it to 0.0",
+    "pad_to_multiple_of": "rows are padded to the longest of their micro-batch only",
+    "log_multimodal": "vision is not supported yet",
+    "auto_find_batch_size": "an update holds whole prompt groups; lower `max_tokens_per_microbatch` instead",
+    "ignore_data_skip": "it breaks the position within a stage on resume",
+    "label_smoothing_factor": "the objective has no labels to smooth",
+    "neftune_noise_alpha": _TEACHER_FORCING,
+    "use_liger_kernel": "it replaces the forward that returns log-probs; use `model_init_kwargs={'use_kernels': True}`",
+    "split_batches": "rows are balanced over ranks by tokens",
+}
+"""Inherited options that cannot be honored, with the reason. A value other than the default raises `ValueError`."""
+
+_ALSO_ACCEPTED: dict[str, tuple[Any, ...]] = {
+    "router_aux_loss_coef": (0.0,),
+    "top_k": (-1,),
+    "min_p": (0.0,),
+    "scale_rewards": ("group", "none"),
+}
+
+
+@dataclass
+class MuGRPOConfig(GRPOConfig):
+    r"""
+    Configuration of [`MuGRPOTrainer`]: TRL's [`~trl.GRPOConfig`] with the options below added, and the paper's
+    defaults (AdamW, constant learning rate 1e-6, betas (0.9, 0.999), weight decay 0.01, no KL, temperature 1.0,
+    8 generations; Appendix B.1).
+
+    Inherited options are honored, or refused at construction with the reason (see `REFUSED`).
+
+    Parameters:
+        objective (`str`, *optional*, defaults to `"mu_grpo"`):
+            `"mu_grpo"` (relaxed clip and veto), `"grpo"` (clip `[0.8, 1.2]`, no veto, unless set otherwise) or
+            `"m2po"` (second-moment trust region).
+        anchor (`str`, *optional*, defaults to `"engine"`):
+            Whose log-probs are the ratio's denominator: those the `"engine"` returned while sampling, or those the
+            `"trainer"` recomputes at the start of the stage (one more forward over the stage).
+        prompts_per_update (`int`, *optional*, defaults to `32`):
+            B_mini, prompt groups of one optimizer step over all ranks. The per-device batch size only caps
+            micro-batches.
+        stage_updates (`int`, *optional*, defaults to `1024`):
+            μ, optimizer updates on one stage, so a stage holds `stage_updates × prompts_per_update` prompt groups.
+        epsilon (`float`, *optional*):
+            The ratio is clipped below at `1 − epsilon`. Defaults to 1.0, and to 0.2 for `objective="grpo"`.
+        epsilon_high (`float`, *optional*):
+            The ratio is clipped above at `1 + epsilon_high`; `inf` is no upper bound. Defaults to 4.0, and to
+            `epsilon` for `objective="grpo"`.
+        veto_scope (`str`, *optional*):
+            Tokens masked in a response of negative advantage once one of its ratios falls below `veto_threshold`:
+            `"sequence"`, `"suffix"`, `"non_trigger_suffix"`, `"trigger"` or `"none"`. Defaults to `"sequence"`, and
+            to `"none"` for the other objectives.
+        veto_threshold (`float`, *optional*, defaults to `1e-4`):
+            τ_c, the ratio below which a token of negative advantage is a trigger; in (0, 1).
+        m2po_threshold (`float`, *optional*, defaults to `0.04`):
+            Limit on the mean squared log-ratio of M2PO.
+        m2po_scope (`str`, *optional*, defaults to `"microbatch"`):
+            Tokens over which M2PO finds its clip: `"microbatch"`, or the whole `"update"` over all ranks (one more
+            forward).
+        advantage_eps (`float`, *optional*, defaults to `1e-6`):
+            Added to the standard deviation of a group's rewards (TRL's is 1e-4).
+        rollout_engine (`str`, *optional*, defaults to `"vllm"`):
+            What generates: `"vllm"` servers over HTTP, or `"transformers"` in the training process.
+        vllm_mode (`str`, *optional*, defaults to `"managed"`):
+            `"managed"`: the trainer starts, feeds and sleeps or stops the servers. `"server"`: they are yours, at
+            `vllm_server_urls`.
+        vllm_server_urls (`list[str]`, *optional*):
+            Addresses of external servers, e.g. `["http://localhost:8000"]`. Defaults to TRL's
+            `vllm_server_base_url`, or `vllm_server_host` and `vllm_server_port`.
+        vllm_num_servers (`int`, *optional*):
+            Managed servers side by side, each on `vllm_tensor_parallel_size` devices. Defaults to as many as the
+            visible devices allow (one on CPU).
+        vllm_release (`str`, *optional*, defaults to `"sleep"`):
+            What a managed server does during optimization: `"sleep"` (level 2), `"stop"`, or `"keep"` the device.
+        vllm_python (`str`, *optional*):
+            Interpreter that runs managed servers, with vLLM installed. Defaults to this one.
+        vllm_server_args (`list[str]`, *optional*):
+            More command-line arguments of managed servers, e.g. `["--enforce-eager"]`.
+        vllm_api_key (`str`, *optional*):
+            Key sent to the servers; never logged or written. Defaults to the environment's `VLLM_API_KEY`.
+        max_context_length (`int`, *optional*):
+            Limit on prompt and response together, in tokens. Defaults to `vllm_max_model_length`, then to what the
+            model supports.
+        overlong_prompts (`str`, *optional*, defaults to `"error"`):
+            A prompt that leaves no token for the response: `"error"` names the rows, `"drop"` leaves them out.
+        stage_dir (`str`, *optional*):
+            Folder of the stages, shared by all nodes and servers. Defaults to `<output_dir>/stages`.
+        keep_stages (`int`, *optional*):
+            Finished stages kept on disk. Defaults to all of them.
+        keep_policies (`int`, *optional*, defaults to `1`):
+            Behavior policies (weights) kept on disk, the newest first.
+        offload (`bool`, *optional*, defaults to `True`):
+            Whether parameters and optimizer state leave the accelerator while the engine generates.
+        max_tokens_per_microbatch (`int`, *optional*, defaults to `16384`):
+            Padded tokens (prompt and response) a rank forwards at once; a longer response goes alone.
+        skip_zero_advantage (`bool`, *optional*, defaults to `True`):
+            Leave responses of zero advantage out of the forward pass: they add nothing to the gradient.
+        reward_workers (`int`, *optional*):
+            Processes (and threads) that score rewards beside generation. Defaults to the number of CPUs, 8 at most.
+        reward_timeout_s (`float`, *optional*, defaults to `30.0`):
+            Seconds one reward call may take; beyond it the response is unscorable (math answers: wrong).
+        reward_error (`str`, *optional*, defaults to `"stop"`):
+            A reward function that raises: `"stop"` the run (the stage stays on disk), or count its responses as
+            `"unscorable"`.
+        rollout_concurrency (`int`, *optional*):
+            Responses in flight per vLLM server (default 1024), or rows of one generation batch in process
+            (default 256).
+        rollout_timeout_s (`float`, *optional*, defaults to `1800.0`):
+            Seconds without any finished group after which the servers are declared stuck.
+        probe_tolerance (`float`, *optional*):
+            Largest mean absolute difference between log-probs of engine and trainer at the start of a stage, in
+            nats. Defaults to 0.002 in float32 and 0.05 in half precision.
+    """
+
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS]
+
+    learning_rate: float = field(default=1e-6, metadata={"help": "Peak learning rate of AdamW."})
+    lr_scheduler_type: str = field(default="constant", metadata={"help": "Learning-rate schedule."})
+    weight_decay: float = field(default=0.01, metadata={"help": "Decoupled weight decay of AdamW."})
+    loss_type: str = field(default="grpo", metadata={"help": "Only 'grpo'; choose `objective` instead."})
+    num_generations: int | None = field(default=8, metadata={"help": "G, responses per prompt."})
+    per_device_train_batch_size: int = field(
+        default=64, metadata={"help": "Most rows of a micro-batch. The update's size is `prompts_per_update`."}
+    )
+    epsilon: float | None = field(default=None, metadata={"help": "Ratios are clipped below at 1 − epsilon."})
+    epsilon_high: float | None = field(
+        default=None, metadata={"help": "Ratios are clipped above at 1 + epsilon_high; `inf`: no upper bound."}
+    )
+    vllm_mode: str = field(default="managed", metadata={"help": "'managed' or 'server'.", "choices": None})
+    vllm_gpu_memory_utilization: float = field(
+        default=0.92, metadata={"help": "Share of the device memory a managed server takes."}
+    )
+    vllm_importance_sampling_correction: bool = field(
+        default=False, metadata={"help": "Must stay off: the ratio's denominator is the engine's log-prob."}
+    )
+
+    objective: str = field(default="mu_grpo", metadata={"help": f"One of {OBJECTIVES}."})
+    anchor: str = field(default="engine", metadata={"help": "'engine' or 'trainer': whose log-probs are b_t."})
+    prompts_per_update: int = field(default=32, metadata={"help": "B_mini, prompt groups per update over all ranks."})
+    stage_updates: int = field(default=1024, metadata={"help": "μ, updates per stage."})
+    veto_scope: str | None = field(default=None, metadata={"help": f"One of {VETO_SCOPES}."})
+    veto_threshold: float = field(default=1e-4, metadata={"help": "τ_c, ratio below which a token triggers the veto."})
+    m2po_threshold: float = field(default=0.04, metadata={"help": "Limit on the mean squared log-ratio of M2PO."})
+    m2po_scope: str = field(default="microbatch", metadata={"help": "'microbatch' or 'update'."})
+    advantage_eps: float = field(default=1e-6, metadata={"help": "Added to the std of a group's rewards."})
+    rollout_engine: str = field(default="vllm", metadata={"help": "'vllm' or 'transformers'."})
+    vllm_server_urls: list[str] | None = field(default=None, metadata={"help": "Addresses of external servers."})
+    vllm_num_servers: int | None = field(default=None, metadata={"help": "Managed servers side by side."})
+    vllm_release: str = field(default="sleep", metadata={"help": "'sleep', 'stop' or 'keep'."})
+    vllm_python: str | None = field(default=None, metadata={"help": "Interpreter that runs managed servers."})
+    vllm_server_args: list[str] | None = field(default=None, metadata={"help": "More arguments of managed servers."})
+    vllm_api_key: str | None = field(default=None, repr=False, metadata={"help": "Key sent to the servers."})
+    max_context_length: int | None = field(
+        default=None, metadata={"help": "Limit on prompt and response together, in tokens."}
+    )
+    overlong_prompts: str = field(default="error", metadata={"help": "'error' or 'drop'."})
+    stage_dir: str | None = field(default=None, metadata={"help": "Folder of the stages, shared by all nodes."})
+    keep_stages: int | None = field(default=None, metadata={"help": "Finished stages kept on disk (default all)."})
+    keep_policies: int | None = field(default=1, metadata={"help": "Behavior policies kept on disk."})
+    offload: bool = field(default=True, metadata={"help": "Training state off the device during the rollout."})
+    max_tokens_per_microbatch: int = field(default=16384, metadata={"help": "Padded tokens per forward and rank."})
+    skip_zero_advantage: bool = field(
+        default=True, metadata={"help": "Leave responses of zero advantage out of the forward pass."}
+    )
+    reward_workers: int | None = field(default=None, metadata={"help": "Processes that score rewards."})
+    reward_timeout_s: float = field(default=30.0, metadata={"help": "Seconds one reward call may take."})
+    reward_error: str = field(default="stop", metadata={"help": "'stop' or 'unscorable'."})
+    rollout_concurrency: int | None = field(default=None, metadata={"help": "Responses in flight per server."})
+    rollout_timeout_s: float = field(default=1800.0, metadata={"help": "Seconds without a finished group."})
+    probe_tolerance: float | None = field(default=None, metadata={"help": "Mean |Δ log-prob| allowed, in nats."})
+
+    def __post_init__(self) -> None:
+        self._refuse_what_cannot_be_honored()
+        self._fill_defaults_of_objective()
+        # The parent derives its generation batch from these; both are meaningless here and are set back below.
+        self.steps_per_generation, self.generation_batch_size = self.num_generations, None
+        super().__post_init__()
+        self.steps_per_generation = self.generation_batch_size = None
+        self.generation_kwargs = _as_dict("generation_kwargs", self.generation_kwargs)
+        self.chat_template_kwargs = _as_dict("chat_template_kwargs", self.chat_template_kwargs)
+        self._check_choices()
+        self._check_ranges()
+        self._check_generation_kwargs()
+        self._check_vllm()
+
+    def _refuse_what_cannot_be_honored(self) -> None:
+        defaults = {f.name: f.default if f.default is not MISSING else None for f in fields(self)}
+        for name, reason in REFUSED.items():
+            if name not in defaults:
+                continue
+            value = getattr(self, name)
+            if value != defaults[name] and value not in _ALSO_ACCEPTED.get(name, ()):
+                raise ValueError(f"`{name}={value!r}` cannot be honored by μ-GRPO: {reason}.")
+        if self.scale_rewards not in (True, False, "group", "none"):
+            raise ValueError(
+                f"`scale_rewards={self.scale_rewards!r}` cannot be honored by μ-GRPO: advantages are computed group by "
+                "group as groups finish. Use 'group' or 'none'."
+            )
+
+    def _fill_defaults_of_objective(self) -> None:
+        relaxed = self.objective == "mu_grpo"
+        if self.epsilon is None:
+            self.epsilon = 1.0 if relaxed else 0.2
+        if self.epsilon_high is None:
+            self.epsilon_high = 4.0 if relaxed else self.epsilon
+        self.epsilon_high = float(self.epsilon_high)
+        if self.veto_scope is None:
+            self.veto_scope = "sequence" if relaxed else "none"
+
+    def _check_choices(self) -> None:
+        choices = {
+            "objective": OBJECTIVES,
+            "anchor": ("engine", "trainer"),
+            "veto_scope": VETO_SCOPES,
+            "m2po_scope": ("microbatch", "update"),
+            "rollout_engine": ("vllm", "transformers"),
+            "vllm_mode": ("managed", "server"),
+            "vllm_release": ("sleep", "stop", "keep"),
+            "overlong_prompts": ("error", "drop"),
+            "reward_error": ("stop", "unscorable"),
+        }
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                hint = " TRL's 'colocate' is called 'managed' here." if value == "colocate" else ""
+                raise ValueError(f"`{name}={value!r}` is not one of {', '.join(map(repr, allowed))}.{hint}")
+
+    def _check_ranges(self) -> None:
+        for name in ("prompts_per_update", "stage_updates", "max_tokens_per_microbatch"):
+            _require(self, name, lambda v: v >= 1, "at least 1")
+        for name in ("keep_stages", "keep_policies", "reward_workers"):
+            _require(self, name, lambda v: v is None or v >= 0, "0 or more, or unset")
+        for name in ("vllm_num_servers", "rollout_concurrency", "max_context_length"):
+            _require(self, name, lambda v: v is None or v >= 1, "at least 1, or unset")
+        for name in ("reward_timeout_s", "rollout_timeout_s", "m2po_threshold"):
+            _require(self, name, lambda v: v > 0 and math.isfinite(v), "a positive number")
+        _require(self, "temperature", lambda v: v > 0 and math.isfinite(v), "positive: ratios need a sampling temperature")
+        _require(self, "veto_threshold", lambda v: 0 < v < 1, "between 0 and 1")
+        _require(self, "advantage_eps", lambda v: v >= 0, "0 or more")
+        _require(self, "epsilon", lambda v: 0 <= v <= 1, "between 0 and 1: the lower clip is 1 − epsilon")
+        _require(self, "epsilon_high", lambda v: v >= 0, "0 or more (`inf` for no upper bound)")
+        _require(self, "probe_tolerance", lambda v: v is None or v > 0, "positive, or unset")
+        _require(self, "max_completion_length", lambda v: v is not None and v >= 1, "at least 1")
+        rows = self.prompts_per_update * self.num_generations
+        if rows < self.world_size:
+            raise ValueError(
+                f"`prompts_per_update={self.prompts_per_update}` × `num_generations={self.num_generations}` gives {rows} "
+                f"responses an update, fewer than the {self.world_size} ranks that share it: some would never have "
+                f"work. Raise `prompts_per_update` to at least {math.ceil(self.world_size / self.num_generations)}, or "
+                "launch fewer processes."
+            )
+        if self.objective == "m2po" and self.veto_scope != "none":
+            raise ValueError(f"`veto_scope={self.veto_scope!r}` contradicts `objective='m2po'`, which has no veto. Leave it out.")
+        limit = self.context_limit
+        if limit is not None and limit < 2:
+            raise ValueError(f"A context of {limit} tokens leaves no room for a prompt and a response.")
+
+    def _check_generation_kwargs(self) -> None:
+        unknown = sorted(set(self.generation_kwargs or {}) - {"stop"})
+        if unknown:
+            raise ValueError(
+                f"`generation_kwargs` key {unknown[0]!r} cannot be honored: {_BIASES_RATIO}. Only `stop` (a list of "
+                "strings that end a response) is supported."
+            )
+
+    def _check_vllm(self) -> None:
+        if self.use_vllm and self.rollout_engine == "transformers":
+            raise ValueError(
+                "`use_vllm=True` contradicts `rollout_engine='transformers'`. Leave `use_vllm` out and choose the "
+                "engine with `rollout_engine`."
+            )
+        if self.rollout_engine == "transformers" and self.stop_strings:
+            raise ValueError(
+                f"`generation_kwargs={{'stop': {list(self.stop_strings)!r}}}` needs `rollout_engine='vllm'`: the in-process "
+                "engine ends responses at EOS tokens only."
+            )
+        if self.vllm_mode == "managed" and self.vllm_server_urls:
+            raise ValueError(
+                f"`vllm_server_urls={self.vllm_server_urls!r}` are external servers, but `vllm_mode='managed'` starts its "
+                "own. Set `vllm_mode: server`, or leave the addresses out."
+            )
+        for url in self.server_urls if self.vllm_mode == "server" else ():
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError(f"{url!r} in `vllm_server_urls` is not an http(s) address such as http://localhost:8000.")
+
+    @property
+    def context_limit(self) -> int | None:
+        """The configured limit on prompt and response together, in tokens; None leaves it to the model."""
+        limits = [limit for limit in (self.max_context_length, self.vllm_max_model_length) if limit is not None]
+        return min(limits, default=None)
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """`(lowest, highest)` ratio the clip lets pass."""
+        assert self.epsilon is not None and self.epsilon_high is not None
+        return 1.0 - self.epsilon, 1.0 + self.epsilon_high
+
+    def probe_tolerance_for(self, dtype: torch.dtype) -> float:
+        """Largest mean |Δ log-prob| allowed between engine and trainer, in nats, for a policy stored in `dtype`."""
+        if self.probe_tolerance is not None:
+            return self.probe_tolerance
+        full_precision = dtype == torch.float32 and not (self.bf16 or self.fp16)
+        return 0.002 if full_precision else 0.05
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Strings that end a response."""
+        stop = (self.generation_kwargs or {}).get("stop") or ()
+        return (stop,) if isinstance(stop, str) else tuple(stop)
+
+    @property
+    def server_urls(self) -> list[str]:
+        """Addresses of the external vLLM servers."""
+        if self.vllm_server_urls:
+            return [url.rstrip("/") for url in self.vllm_server_urls]
+        if self.vllm_server_base_url:
+            return [self.vllm_server_base_url.rstrip("/")]
+        host = "127.0.0.1" if self.vllm_server_host == "0.0.0.0" else self.vllm_server_host
+        return [f"http://{host}:{self.vllm_server_port}"]
+
+    @property
+    def stages_path(self) -> Path:
+        """Folder that holds `stage-000`, `stage-001`, …"""
+        return Path(self.stage_dir) if self.stage_dir else Path(str(self.output_dir)) / "stages"
+
+    @property
+    def reward_threads(self) -> int:
+        """Groups scored at once."""
+        return self.reward_workers or min(os.cpu_count() or 1, 8)
+
+    @property
+    def vllm_interpreter(self) -> str:
+        """Interpreter that runs managed servers."""
+        return self.vllm_python or sys.executable
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the parent's, without secrets."""
+        values = super().to_dict()
+        values["vllm_api_key"] = None if self.vllm_api_key is None else "<hidden>"
+        return values
+
+
+def _require(config: MuGRPOConfig, name: str, holds, requirement: str) -> None:
+    value = getattr(config, name)
+    try:
+        valid = holds(value)
+    except TypeError:
+        valid = False
+    if not valid:
+        raise ValueError(f"`{name}={value!r}` must be {requirement}.")
+
+
+def _as_dict(name: str, value: Any) -> dict[str, Any] | None:
+    """Options TRL takes as a dict or as a JSON string."""
+    if value is None or isinstance(value, dict):
+        return value
+    try:
+        parsed = json.loads(value)
+    except (TypeError, ValueError):
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise ValueError(f"`{name}={value!r}` is not a mapping (or a JSON object given as a string).")
+    return parsed

@@ -1,0 +1,154 @@
+r"""Three-number sums with worked steps: a verifiable task that a tiny policy learns in minutes on two cores.
+
+    prompt     12+7+5=
+    response   12+7=19;19+5=24;\boxed{24}
+
+The held-out problems share no operands with the training ones, in whatever order. There is no chat template: prompts
+are plain strings, one token a character.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import zlib
+from collections.abc import Iterator
+from typing import Literal, Protocol
+
+import torch
+from datasets import Dataset
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+Split = Literal["train", "held_out"]
+Problem = tuple[int, int, int]
+Response = str | list[dict[str, str]]
+
+PAD, EOS, BOX = "<pad>", "<eos>", r"\boxed{"
+VOCABULARY = (PAD, EOS, BOX, "}", "+", "=", ";", *"0123456789")
+LARGEST_OPERAND = 99
+MAX_PROBLEMS = {"train": 800_000, "held_out": 80_000}  # safely below what the splits hold: ~873,000 and ~97,000
+MAX_PROMPT_TOKENS = len("99+99+99=")
+MAX_RESPONSE_TOKENS = len("99+99=198;198+99=297;") + 6  # the box, three digits, the brace, EOS
+FINAL_BOX = re.compile(r"\\boxed\{(\d+)\}\Z")
+
+
+class RewardFunction(Protocol):
+    """TRL's reward signature, for one answer column."""
+
+    def __call__(self, completions: list[Response], answer: list[str]) -> list[float]: ...
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    r"""One token a character, and one for `\boxed{`. Pad and EOS differ; there is no BOS and no unknown token.
+
+    Text outside the task's alphabet raises instead of being encoded as something else.
+    """
+    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\\boxed\{|."), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token=PAD, eos_token=EOS, clean_up_tokenization_spaces=False
+    )
+
+
+def split_of(problem: Problem) -> Split:
+    """The split a problem belongs to: a tenth is held out, by a hash of the sorted operands."""
+    return "train" if zlib.crc32(repr(sorted(problem)).encode()) % 10 else "held_out"
+
+
+def draw_problems(seed: int, split: Split) -> Iterator[Problem]:
+    """Problems of `split` in a seeded order, none twice."""
+    rng = random.Random(seed)
+    seen: set[Problem] = set()
+    while True:
+        problem = (rng.randint(1, LARGEST_OPERAND), rng.randint(1, LARGEST_OPERAND), rng.randint(1, LARGEST_OPERAND))
+        if problem not in seen and split_of(problem) == split:
+            seen.add(problem)
+            yield problem
+
+
+def prompt_of(problem: Problem) -> str:
+    """`12+7+5=` for `(12, 7, 5)`."""
+    return "+".join(map(str, problem)) + "="
+
+
+def make_problems(n: int, seed: int = 0, split: Split = "train") -> Dataset:
+    """Distinct problems of one split.
+
+    Args:
+        n (`int`): number of problems, at most `MAX_PROBLEMS[split]`.
+        seed (`int`): same seed, same problems in the same order; a longer set begins with the shorter one.
+        split (`"train"` or `"held_out"`): disjoint for all seeds.
+
+    Returns:
+        `datasets.Dataset` with the string columns `prompt` (`12+7+5=`) and `answer` (`24`).
+
+    Raises:
+        ValueError: for an unknown split, or more problems than the split is sure to hold.
+    """
+    if not 0 < n <= MAX_PROBLEMS.get(split, 0):
+        raise ValueError(f"n={n} of split={split!r} cannot be drawn: ask for 1 to {MAX_PROBLEMS} problems of a split.")
+    source = draw_problems(seed, split)
+    problems = [next(source) for _ in range(n)]
+    return Dataset.from_dict(
+        {"prompt": [prompt_of(p) for p in problems], "answer": [str(sum(p)) for p in problems]}
+    )
+
+
+def text_of(response: Response) -> str:
+    """The text of a response, plain or conversational (its last message)."""
+    return response if isinstance(response, str) else response[-1]["content"]
+
+
+def arithmetic_reward(completions: list[Response], answer: list[str], **kwargs) -> list[float]:
+    r"""1.0 where the response ends in `\boxed{answer}`, else 0.0 (TRL's reward signature).
+
+    Strict: nothing may follow the box, digits must match exactly (`024` is not `24`), and earlier boxes do not count. The worked
+    steps are not judged.
+    """
+    found = [FINAL_BOX.search(text_of(completion)) for completion in completions]
+    return [float(box is not None and box[1] == gold) for box, gold in zip(found, answer, strict=True)]
+
+
+@torch.no_grad()
+def greedy_accuracy(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: Dataset,
+    max_new_tokens: int,
+    reward: RewardFunction = arithmetic_reward,
+    batch_size: int = 256,
+) -> float:
+    """Mean reward of greedy responses, on the model's device and in its training mode's opposite.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]): put in eval mode while generating; its mode is restored.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): left as it is, whatever its padding side.
+        dataset (`datasets.Dataset`): columns `prompt` (plain or conversational) and `answer`.
+        max_new_tokens (`int`): limit on a response, its EOS included.
+        reward (`RewardFunction`, *optional*, defaults to [`arithmetic_reward`]): judges one batch.
+        batch_size (`int`, *optional*, defaults to `256`): prompts generated together.
+    """
+    was_training = model.training
+    model.eval()
+    total = 0.0
+    for batch in dataset.iter(batch_size):
+        prompts = [
+            p if isinstance(p, str) else tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=False)
+            for p in batch["prompt"]
+        ]
+        inputs = tokenizer(
+            prompts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False
+        ).to(model.device)
+        output = model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        total += sum(reward(texts, batch["answer"]))
+    model.train(was_training)
+    return total / len(dataset)

@@ -1,0 +1,110 @@
+"""How ranks wait for hours without a collective: small files in a shared folder, renamed into place and polled."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+POLL_S = 0.2
+HEARTBEAT_S = 5.0
+
+
+class PeerError(RuntimeError):
+    """Another rank failed, or fell silent; the message is that rank's."""
+
+
+class Rendezvous:
+    """
+    One meeting of all ranks, in a folder of its own. Each rank calls [`work`] around its share (which may be nothing)
+    and [`wait`] afterwards; [`check`] in between tells of failures early.
+
+    A process group would time out (`ddp_timeout`) while rank 0 waits for servers; polling files does not.
+
+    Args:
+        folder (`Path`): shared by all ranks, new for every meeting.
+        rank (`int`): of this process.
+        num_ranks (`int`): how many meet.
+        silence_s (`float`): a rank that neither finished nor gave a sign of life for so long counts as dead.
+    """
+
+    def __init__(self, folder: Path, rank: int, num_ranks: int, silence_s: float = 300.0) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._silence_s = silence_s
+        self._started = time.time()
+        folder.mkdir(parents=True, exist_ok=True)
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """Announce how the block ended: done, or the exception it raised. Gives signs of life meanwhile."""
+        ended = threading.Event()
+        thread = threading.Thread(target=self._beat, args=(ended,), daemon=True, name="rendezvous-heartbeat")
+        thread.start()
+        try:
+            yield
+        except BaseException as error:
+            self._write("error", f"{type(error).__name__}: {error}")
+            raise
+        else:
+            self._write("done", "")
+        finally:
+            ended.set()
+            thread.join()
+
+    def check(self) -> None:
+        """
+        Raises:
+            `PeerError`: another rank has failed.
+        """
+        for rank in range(self._num_ranks):
+            path = self._path("error", rank)
+            if rank != self._rank and path.exists():
+                raise PeerError(f"Rank {rank} failed while the stage was being made: {path.read_text()}")
+
+    def wait(self) -> None:
+        """
+        Return once every rank is done.
+
+        Raises:
+            `PeerError`: another rank failed, or was silent for longer than `silence_s`.
+        """
+        missing = set(range(self._num_ranks))
+        while True:
+            self.check()
+            missing = {rank for rank in missing if not self._path("done", rank).exists()}
+            if not missing:
+                return
+            for rank in missing:
+                silent_s = time.time() - self._last_sign(rank)
+                if silent_s > self._silence_s:
+                    raise PeerError(f"Rank {rank} gave no sign of life for {silent_s:.0f} s; it is dead or frozen.")
+            time.sleep(POLL_S)
+
+    def remove(self) -> None:
+        """Delete the folder; call it after a barrier, on one rank."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _beat(self, ended: threading.Event) -> None:
+        while not ended.wait(HEARTBEAT_S):
+            self._path("alive", self._rank).touch()
+
+    def _last_sign(self, rank: int) -> float:
+        try:
+            return max(self._started, self._path("alive", rank).stat().st_mtime)
+        except FileNotFoundError:
+            return self._started
+
+    def _path(self, kind: str, rank: int) -> Path:
+        return self._folder / f"{kind}-{rank}"
+
+    def _write(self, kind: str, text: str) -> None:
+        path = self._path(kind, self._rank)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(text)
+        os.replace(temporary, path)

@@ -1,0 +1,198 @@
+"""The in-process engine: batched sampling with the training model itself, or with a copy where training is sharded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.integrations import deepspeed as hf_deepspeed
+
+from ..phases import policy_logps
+from .engine import Completion, EngineError, GroupRequest, GroupResult, SamplingParams
+
+COMPACT_BELOW = 0.75
+"""Finished rows leave the batch once fewer than this share of its rows are unfinished."""
+
+
+class TransformersEngine:
+    """
+    Samples in the training process. Implements [`~mu_grpo_trl.rollout.engine.Engine`].
+
+    One call of [`generate`] answers its requests as one batch, whose random numbers depend on `sampling.seed` and the
+    groups of the batch alone: the same batch gives the same bits again. Prompts are prefilled once per group, not once
+    per response, and finished rows leave the batch.
+
+    Args:
+        model (`PreTrainedModel` or None): the unwrapped training model; None to load a copy of each policy from disk
+            (needed where the training model is sharded).
+        device (`torch.device`): where to sample.
+        pad_token_id (`int`): any id; padded positions are masked by length.
+        autocast (`Callable[[], AbstractContextManager]`): the trainer's autocast, so that both compute alike.
+    """
+
+    name = "transformers"
+    version = transformers.__version__
+
+    def __init__(
+        self,
+        model: PreTrainedModel | None,
+        device: torch.device,
+        pad_token_id: int,
+        autocast: Callable[[], AbstractContextManager] = nullcontext,
+    ) -> None:
+        self._model = model
+        self._owns_model = model is None
+        self._device = device
+        self._pad_token_id = pad_token_id
+        self._autocast = autocast
+
+    def open(self, policy: Path, policy_version: str) -> None:
+        if self._owns_model:
+            self._model = load_unsharded(policy, self._device)
+
+    def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
+        logps = policy_logps(self._require_model(), sequences, self._device, self._autocast)
+        return [sequence.numpy() for sequence in logps]
+
+    def generate(self, requests: Iterable[GroupRequest], sampling: SamplingParams) -> Iterator[GroupResult]:
+        batch = list(requests)
+        if not batch:
+            return
+        with _evaluating(self._require_model()), _seeded(self._device, sampling.seed, batch[0].group):
+            completions = self._sample(batch, sampling)
+        size = sampling.num_generations
+        for position, request in enumerate(batch):
+            yield GroupResult(request.group, completions[position * size : (position + 1) * size])
+
+    def release(self) -> None:
+        if self._owns_model:
+            self._model = None
+
+    def close(self) -> None:
+        self.release()
+
+    def _require_model(self) -> PreTrainedModel:
+        if self._model is None:
+            raise EngineError("The in-process engine has no policy loaded; call `open` first.")
+        return self._model
+
+    @torch.no_grad()
+    def _sample(self, batch: list[GroupRequest], sampling: SamplingParams) -> list[Completion]:
+        """Sample all responses of `batch`, in group-major order."""
+        model, size, device = self._require_model(), sampling.num_generations, self._device
+        limits = torch.tensor([sampling.max_tokens_for(len(r.prompt_ids)) for r in batch], device=device)
+        limits = limits.repeat_interleave(size)
+        max_tokens = int(limits.max())
+        eos = torch.tensor(sampling.eos_token_ids, device=device)
+        rows = torch.arange(len(batch) * size, device=device)  # rows of the output still being generated
+        tokens = torch.zeros(len(rows), max_tokens, dtype=torch.int64, device=device)
+        logps = torch.zeros(len(rows), max_tokens, dtype=torch.float32, device=device)
+        lengths = torch.zeros(len(rows), dtype=torch.int64, device=device)
+        stopped = torch.zeros(len(rows), dtype=torch.bool, device=device)
+
+        logits, cache, mask = self._prefill(model, batch)
+        logits, mask = logits.repeat_interleave(size, 0), mask.repeat_interleave(size, 0)
+        cache.batch_repeat_interleave(size)
+        alive = torch.ones_like(stopped)  # of `rows`
+        for step in range(max_tokens):
+            step_logps = (logits.float() / sampling.temperature).log_softmax(-1)
+            sampled = torch.multinomial(step_logps.exp(), 1)
+            tokens[rows, step] = sampled[:, 0]
+            logps[rows, step] = step_logps.gather(1, sampled)[:, 0]
+            ended = alive & torch.isin(sampled[:, 0], eos)
+            stopped[rows[ended]] = True
+            lengths[rows[alive]] = step + 1
+            alive = alive & ~ended & (limits[rows] > step + 1)
+            num_alive = int(alive.sum())
+            if num_alive == 0:
+                break
+            if num_alive < COMPACT_BELOW * len(rows):
+                cache.batch_select_indices(alive.nonzero()[:, 0])
+                rows, mask, sampled, alive = rows[alive], mask[alive], sampled[alive], alive[alive]
+            mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
+            with self._autocast():
+                logits = model(
+                    input_ids=sampled,
+                    attention_mask=mask,
+                    position_ids=mask.sum(1, keepdim=True) - 1,
+                    past_key_values=cache,
+                    use_cache=True,
+                ).logits[:, -1]
+        return _completions(tokens, logps, lengths, stopped)
+
+    def _prefill(
+        self, model: PreTrainedModel, batch: list[GroupRequest]
+    ) -> tuple[torch.Tensor, DynamicCache, torch.Tensor]:
+        """Next-token logits `(B, V)`, cache and mask `(B, P)` of the left-padded prompts."""
+        longest = max(len(request.prompt_ids) for request in batch)
+        ids = torch.full((len(batch), longest), self._pad_token_id)
+        mask = torch.zeros(len(batch), longest, dtype=torch.int64)
+        for row, request in enumerate(batch):
+            ids[row, longest - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
+            mask[row, longest - len(request.prompt_ids) :] = 1
+        ids, mask = ids.to(self._device), mask.to(self._device)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        cache = DynamicCache(config=model.config)
+        with self._autocast():
+            output = model(
+                input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
+                logits_to_keep=1,
+            )  # fmt: skip
+        return output.logits[:, -1], cache, mask
+
+
+@contextmanager
+def _whole_models() -> Iterator[None]:
+    """Inside the block `from_pretrained` loads whole models on this rank alone, whatever sharding is configured."""
+    reference = hf_deepspeed._hf_deepspeed_config_weak_ref
+    ram_efficient = os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
+    hf_deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        hf_deepspeed._hf_deepspeed_config_weak_ref = reference
+        if ram_efficient is not None:
+            os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = ram_efficient
+
+
+def load_unsharded(policy: Path, device: torch.device) -> PreTrainedModel:
+    """A whole, frozen copy of the policy in folder `policy` on `device`, also under ZeRO-3 and FSDP."""
+    with _whole_models():
+        model = AutoModelForCausalLM.from_pretrained(policy, dtype="auto", local_files_only=True)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _completions(
+    tokens: torch.Tensor, logps: torch.Tensor, lengths: torch.Tensor, stopped: torch.Tensor
+) -> list[Completion]:
+    ids, values = tokens.to(torch.int32).cpu().numpy(), logps.cpu().numpy()
+    ends, stops = lengths.tolist(), stopped.tolist()
+    return [
+        Completion(ids[row, :end].copy(), values[row, :end].copy(), "stop" if stop else "length")
+        for row, (end, stop) in enumerate(zip(ends, stops, strict=True))
+    ]
+
+
+@contextmanager
+def _evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Eval mode inside the block, the former mode after it."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+@contextmanager
+def _seeded(device: torch.device, seed: int, group: int) -> Iterator[None]:
+    """Torch's random state derived from (seed, group) inside the block, the former state after it."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(int(np.random.SeedSequence([seed, group]).generate_state(1, np.uint64)[0] >> 1))
+        yield

@@ -1,0 +1,231 @@
+"""One vLLM server as the client sees it: its address, its state, and the calls made to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from .engine import EngineError
+from .vllm_process import ManagedServer
+
+_CONNECT_S = 30.0
+_HEALTH_S = 10.0
+_HEALTH_POLL_S = 0.5
+_KEEPALIVE_S = 2.0
+"""Below vLLM's 5 s: else a request may meet a connection that the server is just closing."""
+_RESET_TRIES = 5
+_RETRIED_STATUS = (408, 429)
+
+
+class ServerUnreachable(EngineError, ConnectionError):
+    """A server does not answer, or not as one that is ready; the message quotes its address and last status."""
+
+
+class ServerFailure(Exception):
+    """A broken connection, or a 408, 429 or 5xx answer: asking again may help."""
+
+
+class Server:
+    """
+    Calls to one server; everything but the constructor runs on the client's event loop.
+
+    Args:
+        server (`ManagedServer` or `str`): the process behind it, or the address of an external server.
+        connection_timeout_s (`float`): seconds it may go without a healthy answer.
+        load_timeout_s (`float`): seconds that loading weights, sleeping and waking up may take.
+        api_key (`str` or None): sent with every request.
+    """
+
+    def __init__(
+        self, server: ManagedServer | str, connection_timeout_s: float, load_timeout_s: float, api_key: str | None
+    ) -> None:
+        self.managed = None if isinstance(server, str) else server
+        self.model = ""
+        self.in_flight = 0
+        self.available = True
+        self.frozen = False
+        self.epoch = 0
+        """Times it was recovered: tells whether a failed request was sent before or after."""
+        self.restarts_left = 0
+        self.recovery = asyncio.Lock()
+        self._address = server.rstrip("/") if isinstance(server, str) else ""
+        self._connection_timeout_s = connection_timeout_s
+        self._load_timeout_s = load_timeout_s
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._session: aiohttp.ClientSession | None = None
+        self._asleep = False
+        self._last_health = "not asked yet"
+
+    @property
+    def url(self) -> str:
+        return self._address if self.managed is None else self.managed.url
+
+    def describe(self) -> str:
+        """State in a few words, for error messages."""
+        return f"{self.url}: {self.in_flight} groups in flight, /health last: {self._last_health}"
+
+    async def post(self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None) -> bytes:
+        """
+        The body of a 200 answer.
+
+        Raises:
+            [`EngineError`]: for an answer that asking again cannot change (4xx), with the server's text.
+            [`ServerFailure`]: for one that it may.
+            `aiohttp.ClientError`, `OSError`: when there is no answer.
+        """
+        async with self._open_session().post(self.url + path, json=body, timeout=_timeout(timeout_s)) as response:
+            content = await response.read()
+        if response.status == 200:
+            return content
+        message = f"{self.url}{path} answered {response.status}: {content[:2000].decode(errors='replace')}"
+        if response.status < 500 and response.status not in _RETRIED_STATUS:
+            raise EngineError(message)
+        raise ServerFailure(message)
+
+    async def get_json(self, path: str) -> dict[str, Any]:
+        """The JSON object at `path`. Raises [`ServerUnreachable`] when there is none."""
+        try:
+            async with self._open_session().get(self.url + path, timeout=_timeout(_CONNECT_S)) as response:
+                if response.status == 200:
+                    return await response.json()
+                answer = f"answered {response.status}: {(await response.text())[:2000]}"
+        except (aiohttp.ClientError, OSError, json.JSONDecodeError) as error:
+            answer = f"failed: {type(error).__name__}: {error}"
+        raise ServerUnreachable(f"GET {self.url}{path} {answer}. Is it a vLLM server, and the API key right?")
+
+    async def is_healthy(self) -> bool:
+        """Whether `/health` answers 200 at once."""
+        timeout_s = min(_HEALTH_S, self._connection_timeout_s)
+        try:
+            async with self._open_session().get(self.url + "/health", timeout=_timeout(timeout_s)) as response:
+                self._last_health = f"status {response.status}"
+                return response.status == 200
+        except (aiohttp.ClientError, OSError) as error:
+            self._last_health = f"{type(error).__name__} {error}".strip()
+            return False
+
+    async def wait_until_healthy(self) -> None:
+        """Raises [`ServerUnreachable`] when it takes longer than `connection_timeout_s`, or the process has ended."""
+        deadline = time.monotonic() + self._connection_timeout_s
+        while not await self.is_healthy():
+            ended = self.managed is not None and not self.managed.alive
+            if ended or time.monotonic() > deadline:
+                raise ServerUnreachable(
+                    f"{self.url} was not healthy within {self._connection_timeout_s:g} s; /health last: "
+                    f"{self._last_health}. Start the server, correct its address, or raise `vllm_server_timeout`."
+                )
+            await asyncio.sleep(min(_HEALTH_POLL_S, self._connection_timeout_s / 4))
+
+    async def start(self, policy: Path) -> None:
+        """Start the managed process with the weights in `policy`."""
+        assert self.managed is not None
+        await self.disconnect()
+        await asyncio.to_thread(self.managed.start, policy)
+        self._asleep = self.frozen = False
+
+    async def stop(self) -> None:
+        """End the managed process."""
+        assert self.managed is not None
+        await self.disconnect()
+        await asyncio.to_thread(self.managed.stop)
+
+    async def sleep(self) -> None:
+        """Give weights and cache of the device back (sleep level 2)."""
+        await self._control("/sleep?level=2", "cannot sleep. Use `vllm_release: stop`")
+        self._asleep = True
+
+    async def load(self, policy: Path) -> None:
+        """
+        Replace the weights by those in `policy`, waking up first, and forget the cache of the old ones.
+
+        Raises:
+            [`EngineError`]: when the server cannot read them, or keeps its prefix cache.
+        """
+        if self._asleep:
+            await self._control("/wake_up", "cannot wake up")
+            self._asleep = False
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(policy)}}
+        advice = (
+            f"could not load the policy {policy}. The folder must exist under this name on the server's machine, "
+            "and the server must run with VLLM_SERVER_DEV_MODE=1"
+        )
+        await self._control("/collective_rpc", advice, body)
+        for _ in range(_RESET_TRIES):
+            answer = await self._control("/reset_prefix_cache", "cannot reset its prefix cache")
+            if not answer or json.loads(answer).get("success", True):
+                return
+            await asyncio.sleep(_HEALTH_POLL_S)
+        raise EngineError(
+            f"{self.url} kept its prefix cache (success=false, {_RESET_TRIES} times), so answers would mix old and "
+            "new weights. Is someone else using the server?"
+        )
+
+    def cut_off(self) -> None:
+        """Declare the server frozen and break its connections, so that all requests in flight fail now."""
+        self.frozen = True
+        session, self._session = self._session, None
+        if session is not None and session.connector is not None:
+            session.connector.close()
+
+    async def disconnect(self) -> None:
+        """Close the connections to it."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def _control(self, path: str, advice: str, body: dict[str, Any] | None = None) -> bytes:
+        try:
+            return await self.post(path, body, self._load_timeout_s)
+        except (EngineError, ServerFailure, aiohttp.ClientError, OSError) as error:
+            raise EngineError(f"{self.url} {advice}. {type(error).__name__}: {error}") from error
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
+            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, trust_env=False)
+        return self._session
+
+
+def _timeout(total_s: float | None) -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=total_s, sock_connect=_CONNECT_S)
+
+
+class Dispatch:
+    """Hands out servers, each to at most `slots` holders at once, the least loaded first."""
+
+    def __init__(self, servers: list[Server], slots: int) -> None:
+        self._servers = servers
+        self._slots = slots
+        self._freed = asyncio.Condition()
+
+    @contextlib.asynccontextmanager
+    async def slot(self) -> AsyncIterator[Server]:
+        """Hold a place on a server while in the context."""
+        async with self._freed:
+            await self._freed.wait_for(lambda: self._free() is not None)
+            server = self._free()
+            assert server is not None
+            server.in_flight += 1
+        try:
+            yield server
+        finally:
+            server.in_flight -= 1
+            async with self._freed:
+                self._freed.notify()
+
+    async def put_back(self, server: Server) -> None:
+        """Have `server` handed out again after a recovery."""
+        server.available = True
+        async with self._freed:
+            self._freed.notify_all()
+
+    def _free(self) -> Server | None:
+        free = [server for server in self._servers if server.available and server.in_flight < self._slots]
+        return min(free, key=lambda server: server.in_flight, default=None)

@@ -1,0 +1,393 @@
+"""Make a stage: publish β, hand the device to the engine, probe it, fill the stage, take the device back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from .config import MuGRPOConfig
+from .data import dataset_hash, tokenize_prompts, tokenizer_hash
+from .losses import group_advantages
+from .phases import DeviceHandover, broadcast_string, policy_logps, publish
+from .rewards.functions import RewardFunctions, combine
+from .rollout.engine import Engine, EngineError, GroupRequest, GroupResult, SamplingParams
+from .rollout.fill import FillProgress, fill_stage
+from .rollout.rendezvous import Rendezvous
+from .schedule import Schedule
+from .stage.reader import StageReader
+from .stage.schema import GROUPS_NAME, MANIFEST_NAME, GroupRollout, Manifest, ResponseRow, StageError, read_manifest
+from .stage.writer import StageWriter
+from .telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+RUN_ID_FILE = "run_id"
+NUM_PROBES = 4
+PROBE_TOKENS = 64
+IN_PROCESS_ROWS = 256
+
+
+@dataclass
+class TrainingState:
+    """What the trainer lends while a stage is made: the models change identity when training starts."""
+
+    model: Callable[[], torch.nn.Module]
+    wrapped_model: Callable[[], torch.nn.Module]
+    optimizer: Callable[[], torch.optim.Optimizer | None]
+    autocast: Callable[[], AbstractContextManager[Any]]
+
+
+class StageMaker:
+    """
+    Turns the current weights into a complete stage on disk. Every rank calls [`make`] or [`reopen`] together.
+
+    Args:
+        config (`MuGRPOConfig`): the run's options.
+        accelerator (`Accelerator`): the trainer's.
+        schedule (`Schedule`): which prompts a stage holds.
+        dataset (`datasets.Dataset`): prompts, and the columns reward functions read.
+        tokenizer (`PreTrainedTokenizerBase`): of the policy.
+        eos_token_ids (`tuple[int, ...]`): tokens that end a response.
+        context_length (`int`): limit on prompt and response together, in tokens.
+        rewards (`RewardFunctions`): what scores the responses.
+        engine (`Engine` or None): what generates; None on ranks that only wait.
+        training (`TrainingState`): the trainer's model and optimizer.
+        telemetry (`Telemetry`): charged with each part.
+    """
+
+    def __init__(
+        self,
+        config: MuGRPOConfig,
+        accelerator: Accelerator,
+        schedule: Schedule,
+        dataset: Dataset,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_token_ids: tuple[int, ...],
+        context_length: int,
+        rewards: RewardFunctions,
+        engine: Engine | None,
+        training: TrainingState,
+        telemetry: Telemetry,
+    ) -> None:
+        self._config = config
+        self._accelerator = accelerator
+        self._schedule = schedule
+        self._dataset = dataset
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._context_length = context_length
+        self._rewards = rewards
+        self.engine = engine
+        self._training = training
+        self._telemetry = telemetry
+        self._handover = DeviceHandover(accelerator, config.offload)
+
+    def folder(self, stage: int) -> Path:
+        """Folder of a stage."""
+        return self._config.stages_path / f"stage-{stage:03d}"
+
+    def make(self, stage: int) -> StageReader:
+        """
+        Publish the current weights as β of `stage` and return the complete stage, generating what is missing of it.
+
+        Raises:
+            `EngineError`, `StageError`, `RewardError`: on the rank where it happened.
+            `PeerError`: on the others.
+        """
+        with _isolated_rng(self._schedule.stage_seed(stage)):
+            folder = self.folder(stage)
+            with self._telemetry.interval("sync"):
+                self._drop_old(stage)
+                model = self._training.model()
+                policy_hash = publish(
+                    self._accelerator, model, self._tokenizer, folder / "policy", untie=self._needs_untied_head
+                )
+                probes = self._probe_sequences(stage)
+                expected = policy_logps(model, probes, self._accelerator.device, self._training.autocast)
+            if not self._is_complete(stage, policy_hash):
+                with self._telemetry.interval("handover"):
+                    self._handover.offload(self._training.wrapped_model(), self._training.optimizer())
+                self._generate(stage, policy_hash, probes, expected)
+                with self._telemetry.interval("handover"):
+                    self._handover.restore(self._training.wrapped_model(), self._training.optimizer())
+            return StageReader(folder)
+
+    def reopen(self, stage: int, policy_hash: str) -> StageReader:
+        """
+        The complete stage that a checkpoint was taken in.
+
+        Raises:
+            `StageError`: it is not there, not complete, or was generated by other weights.
+        """
+        folder = self.folder(stage)
+        manifest = read_manifest(folder)
+        if manifest.policy_hash != policy_hash or manifest.status != "complete":
+            raise StageError(
+                f"The checkpoint continues a stage generated by policy {policy_hash}, but {folder} holds one by policy "
+                f"{manifest.policy_hash} (status {manifest.status}). Resume from a checkpoint at a stage boundary "
+                "instead: its stage is generated anew."
+            )
+        return self._together(lambda _: StageReader(folder, verify=self._accelerator.is_main_process))
+
+    @property
+    def _needs_untied_head(self) -> bool:
+        return self._config.rollout_engine == "vllm" and not torch.cuda.is_available()
+
+    def _is_complete(self, stage: int, policy_hash: str) -> bool:
+        """Whether the stage was already filled by these very weights; the main process decides."""
+
+        def decide(_: Rendezvous) -> str:
+            folder = self.folder(stage)
+            if not self._accelerator.is_main_process or not (folder / MANIFEST_NAME).exists():
+                return ""
+            manifest = read_manifest(folder)
+            if manifest.policy_hash != policy_hash:
+                logger.warning(
+                    "%s was generated by policy %s, but the weights are now %s: its rows are dropped.",
+                    folder, manifest.policy_hash, policy_hash,
+                )  # fmt: skip
+                (folder / MANIFEST_NAME).unlink()
+                shutil.rmtree(folder / GROUPS_NAME, ignore_errors=True)
+                return ""
+            if manifest.status == "complete":
+                StageWriter.resume(folder, self._manifest(stage, policy_hash)).close()
+            return read_manifest(folder).status
+
+        return broadcast_string(self._accelerator, self._together(decide)) == "complete"
+
+    def _generate(self, stage: int, policy_hash: str, probes: list[list[int]], expected: list[torch.Tensor]) -> None:
+        main = self._accelerator.is_main_process
+        folder = self.folder(stage)
+        manifest = self._manifest(stage, policy_hash) if self.engine is not None else None
+        writer = self._together(lambda _: StageWriter.resume(folder, manifest) if main and manifest else None)
+        if manifest is not None and not main:
+            writer = StageWriter.join(folder, manifest, self._accelerator.process_index)
+        try:
+            self._together(lambda meeting: self._run_engine(stage, writer, probes, expected, meeting))
+            self._together(lambda _: writer.complete() if main and writer else None)
+        finally:
+            if writer is not None:
+                writer.close()
+
+    def _together(self, work: Callable[[Rendezvous], Result]) -> Result:
+        """Run `work` on every rank, and return once all have finished it; one that fails stops them all."""
+        accelerator = self._accelerator
+        meeting = Rendezvous(
+            self._config.stages_path / f".meeting-{broadcast_string(accelerator, uuid.uuid4().hex)}",
+            accelerator.process_index,
+            accelerator.num_processes,
+        )
+        with meeting.work():
+            result = work(meeting)
+        with self._telemetry.interval("rollout" if self.engine is None else "other"):
+            meeting.wait()
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            meeting.remove()
+        return result
+
+    def _run_engine(
+        self,
+        stage: int,
+        writer: StageWriter | None,
+        probes: list[list[int]],
+        expected: list[torch.Tensor],
+        meeting: Rendezvous,
+    ) -> None:
+        """Let this rank's engine, if it has one, fill its share of the stage."""
+        engine = self.engine
+        if engine is None or writer is None:
+            return
+        policy_hash = writer.manifest.policy_hash
+        with self._telemetry.interval("sync"):
+            engine.open(self.folder(stage) / "policy", policy_hash)
+            self._compare_probes(engine, probes, expected)
+        indices = self._schedule.prompt_indices(stage)
+        prompt_ids = self._prompt_ids(indices)
+        visible = self._accelerator.is_main_process and not self._config.disable_tqdm
+        progress = FillProgress(stage, len(indices), len(writer.done_groups), visible)
+        with self._telemetry.interval("rollout"):
+            fill_stage(
+                engine,
+                writer,
+                self._batches(prompt_ids, writer.done_groups),
+                self._sampling(stage),
+                lambda result: self._score(result, int(indices[result.group]), prompt_ids[result.group], policy_hash),
+                progress,
+                score_threads=self._config.reward_threads,
+                check=meeting.check,
+                waiting=lambda: self._telemetry.interval("reward"),
+            )
+        progress.close()
+        self._telemetry.count("generated_tokens", progress.generated_tokens)
+        with self._telemetry.interval("handover"):
+            engine.release()
+
+    def _manifest(self, stage: int, policy_hash: str) -> Manifest:
+        assert self.engine is not None
+        return Manifest(
+            stage=stage,
+            seed=self._schedule.seed,
+            num_updates=self._schedule.updates_in(stage),
+            num_generations=self._config.num_generations or 0,
+            prompts_per_update=self._schedule.prompts_per_update,
+            prompt_indices=tuple(self._schedule.prompt_indices(stage).tolist()),
+            dataset_hash=self._hashes[0],
+            tokenizer_hash=self._hashes[1],
+            sampling=asdict(self._sampling(stage)),
+            engine=self.engine.name,
+            engine_version=self.engine.version,
+            policy_hash=policy_hash,
+            policy_version=policy_hash,
+            published_step=self._schedule.first_update(stage),
+            run_id=self._run_id(),
+            reward_names=tuple(self._rewards.names),
+        )
+
+    def _run_id(self) -> str:
+        """Name of the run that owns the stages folder, kept there from its first start on."""
+        path = self._config.stages_path / RUN_ID_FILE
+        if not path.exists():
+            temporary = path.with_suffix(f".{uuid.uuid4().hex}")
+            temporary.write_text(uuid.uuid4().hex)
+            with suppress(FileExistsError):
+                os.link(temporary, path)
+            temporary.unlink()
+        return path.read_text()
+
+    @cached_property
+    def _hashes(self) -> tuple[str, str]:
+        return dataset_hash(self._dataset), tokenizer_hash(self._tokenizer)
+
+    def _sampling(self, stage: int) -> SamplingParams:
+        config = self._config
+        return SamplingParams(
+            temperature=config.temperature,
+            max_tokens=config.max_completion_length or 0,
+            context_length=self._context_length,
+            num_generations=config.num_generations or 0,
+            eos_token_ids=self._eos_token_ids,
+            stop=config.stop_strings,
+            seed=self._schedule.stage_seed(stage),
+        )
+
+    def _prompt_ids(self, indices: np.ndarray) -> list[np.ndarray]:
+        prompts = self._dataset.select(indices)["prompt"]
+        ids: list[np.ndarray] = []
+        for start in range(0, len(prompts), 1000):
+            chunk = tokenize_prompts(prompts[start : start + 1000], self._tokenizer, self._config.chat_template_kwargs)
+            ids.extend(np.asarray(prompt, dtype=np.int32) for prompt in chunk)
+        return ids
+
+    def _batches(
+        self, prompt_ids: list[np.ndarray], done: set[int]
+    ) -> Iterator[list[GroupRequest] | Iterator[GroupRequest]]:
+        """What this rank asks the engine for: one stream for servers; in process, fixed batches shared out by rank."""
+
+        def request(group: int) -> GroupRequest:
+            return GroupRequest(group, prompt_ids[group].tolist())
+
+        if self._config.rollout_engine == "vllm":
+            yield (request(group) for group in range(len(prompt_ids)) if group not in done)
+            return
+        rows = self._config.rollout_concurrency or IN_PROCESS_ROWS
+        size = max(1, rows // (self._config.num_generations or 1))
+        order = np.argsort([len(ids) for ids in prompt_ids], kind="stable")
+        batches = [order[start : start + size] for start in range(0, len(order), size)]
+        for batch in batches[self._accelerator.process_index :: self._accelerator.num_processes]:
+            if not done.issuperset(batch.tolist()):
+                yield [request(group) for group in batch.tolist()]
+
+    def _score(
+        self, result: GroupResult, prompt_index: int, prompt_ids: np.ndarray, policy_version: str
+    ) -> GroupRollout:
+        config, example, size = self._config, self._dataset[prompt_index], len(result.completions)
+        prompt = example["prompt"]
+        ids = [completion.token_ids.tolist() for completion in result.completions]
+        texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+        completions = texts if isinstance(prompt, str) else [[{"role": "assistant", "content": text}] for text in texts]
+        columns = {name: [value] * size for name, value in example.items() if name != "prompt"}
+        per_function = self._rewards.score(
+            prompts=[prompt] * size, completions=completions, completion_ids=ids, columns=columns
+        )
+        rewards = combine(per_function, self._rewards.weights)
+        advantages = group_advantages(
+            torch.from_numpy(rewards), config.advantage_eps, scale=config.scale_rewards == "group"
+        ).tolist()
+        rows = [
+            ResponseRow(
+                completion_ids=completion.token_ids,
+                behavior_logps=completion.logps,
+                rewards={name: float(values[i]) for name, values in per_function.items()},
+                reward=float(rewards[i]),
+                advantage=advantages[i],
+                finish_reason=completion.finish_reason,
+            )
+            for i, completion in enumerate(result.completions)
+        ]
+        return GroupRollout(result.group, prompt_index, prompt_ids, policy_version, rows)
+
+    def _probe_sequences(self, stage: int) -> list[list[int]]:
+        """A few prompts of the stage, cut short: fixed by the schedule, the same on every rank."""
+        indices = self._schedule.prompt_indices(stage)[:NUM_PROBES]
+        return [ids[:PROBE_TOKENS].tolist() for ids in self._prompt_ids(indices) if len(ids) > 1]
+
+    def _compare_probes(self, engine: Engine, probes: list[list[int]], expected: list[torch.Tensor]) -> None:
+        scored = engine.score(probes)
+        differences = np.concatenate(
+            [np.abs(ours.numpy() - theirs) for ours, theirs in zip(expected, scored, strict=True)] or [np.zeros(1)]
+        )
+        mean, worst = float(differences.mean()), float(differences.max())
+        tolerance = self._config.probe_tolerance_for(self._training.model().dtype)
+        if not mean <= tolerance:
+            raise EngineError(
+                f"The engine {engine.name} and the trainer disagree about {len(differences)} probe tokens by "
+                f"{mean:.4g} nats on average ({worst:.4g} at worst), above `probe_tolerance` {tolerance:g}: the engine "
+                "serves other or stale weights, another tokenizer or temperature, or a stale prefix cache. Nothing was "
+                "generated. Restart the server on this policy, or raise `probe_tolerance` if the difference is only "
+                "numerical (half precision, quantization)."
+            )
+
+    def _drop_old(self, stage: int) -> None:
+        """Delete what `keep_policies` and `keep_stages` do not keep of earlier stages."""
+        if not self._accelerator.is_main_process:
+            return
+        config = self._config
+        for old in range(stage):
+            folder = self.folder(old)
+            if config.keep_policies is not None and old <= stage - max(config.keep_policies, 1):
+                shutil.rmtree(folder / "policy", ignore_errors=True)
+            if config.keep_stages is not None and old < stage - config.keep_stages:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _isolated_rng(seed: int) -> Iterator[None]:
+    """Random states seeded by `seed` inside the block, the former ones after it."""
+    python, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy_state)

@@ -1,0 +1,113 @@
+"""Where the wall-clock goes: exclusive intervals per kind of work, and counters of tokens."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .schedule import Schedule
+
+KINDS = ("rollout", "reward", "sync", "handover", "optimize", "checkpoint", "evaluation", "other")
+"""Kinds of interval. `rollout` includes rewards scored while generating; `reward` is only the wait for those left over.
+`sync` is publishing and loading weights and the probe; `evaluation` is outside T_total, as in the paper (App. B.1)."""
+
+
+class Telemetry:
+    """
+    Exclusive wall-clock intervals of one process: at any moment exactly one kind runs, so that the kinds add up to the
+    time since [`start`]. Entering a kind inside another pauses the outer one.
+
+    ```python
+    telemetry.start()
+    with telemetry.interval("optimize"):
+        with telemetry.interval("checkpoint"):   # pauses "optimize"
+            ...
+    telemetry.total_s()                          # all of it but evaluation
+    ```
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
+        self.counts: dict[str, float] = defaultdict(float)
+        self._stack = ["other"]
+        self._since: float | None = None
+
+    def start(self) -> None:
+        """Begin (or go on) measuring; time outside every interval is `other` (see [`base`])."""
+        self._since = time.perf_counter()
+
+    def stop(self) -> None:
+        """Stop measuring, keeping what was measured."""
+        self._charge()
+        self._since = None
+
+    @contextmanager
+    def interval(self, kind: str) -> Iterator[None]:
+        """Charge the time inside the block to `kind`, one of `KINDS`."""
+        assert kind in self.seconds, kind
+        self._charge()
+        self._stack.append(kind)
+        try:
+            yield
+        finally:
+            self._charge()
+            self._stack.pop()
+
+    def base(self, kind: str) -> None:
+        """Charge the time outside every interval to `kind` from now on."""
+        assert kind in self.seconds, kind
+        self._charge()
+        self._stack[0] = kind
+
+    def count(self, name: str, amount: float) -> None:
+        """Add `amount` to the counter `name`."""
+        self.counts[name] += amount
+
+    def total_s(self) -> float:
+        """T_total in seconds: everything since [`start`] but evaluation."""
+        self._charge()
+        return sum(seconds for kind, seconds in self.seconds.items() if kind != "evaluation")
+
+    def metrics(self) -> dict[str, float]:
+        """Cumulative `time/<kind>_s`, `time/total_s`, and token rates and shares where there is something to divide."""
+        total_s = self.total_s()
+        values = {f"time/{kind}_s": seconds for kind, seconds in self.seconds.items() if seconds}
+        values["time/total_s"] = total_s
+        counts = self.counts
+        for rate, count, kind in (
+            ("generated_tokens_per_s", "generated_tokens", "rollout"),
+            ("forwarded_tokens_per_s", "forwarded_tokens", "optimize"),
+            ("trained_tokens_per_s", "trained_tokens", "optimize"),
+        ):
+            if self.seconds[kind]:
+                values[f"tokens/{rate}"] = counts[count] / self.seconds[kind]
+        if counts["forwarded_tokens"]:
+            values["tokens/padding_share"] = counts["padding_tokens"] / counts["forwarded_tokens"]
+        if counts["responses"]:
+            values["tokens/skipped_response_share"] = counts["skipped_responses"] / counts["responses"]
+        return values
+
+    def _charge(self) -> None:
+        if self._since is not None:
+            now = time.perf_counter()
+            self.seconds[self._stack[-1]] += now - self._since
+            self._since = now
+
+
+def write_summary(path: Path, telemetry: Telemetry, schedule: Schedule, num_updates: int) -> dict[str, float]:
+    """Write what a run took to `path` as JSON, and return it: updates, stages, seconds by kind, tokens, rates and shares."""
+    summary: dict[str, float] = {
+        "num_updates": num_updates,
+        "num_stages": schedule.num_stages,
+        "rollout_s": telemetry.seconds["rollout"] + telemetry.seconds["reward"],
+        "total_s": telemetry.total_s(),
+        **{f"{kind}_s": telemetry.seconds[kind] for kind in KINDS if kind != "rollout"},
+        **telemetry.counts,
+        **{name: value for name, value in telemetry.metrics().items() if name.startswith("tokens/")},
+    }
+    path.write_text(json.dumps(summary, indent=1))
+    return summary

@@ -1,0 +1,386 @@
+"""`MuGRPOTrainer`: TRL's `GRPOTrainer` with a stage buffer in place of its generation cadence. Wiring and overrides only."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from accelerate.utils import DistributedType, is_peft_model
+from torch.utils.data import DataLoader
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, Trainer
+from transformers.trainer_pt_utils import get_model_param_count
+from transformers.trainer_utils import get_last_checkpoint
+from trl import GRPOTrainer
+from trl.trainer.utils import get_config_model_id
+
+from .anchors import AnchorStore, recompute_anchors
+from .callbacks import StageCallback
+from .config import MuGRPOConfig
+from .losses import SUM_NAMES, LossInputs, m2po_clip_bound, metrics_from_sums, token_log_ratios
+from .phases import is_sharded
+from .policy import completion_logps, reference_logps, use_lean_head_in_training
+from .preflight import check_dataset, context_length, make_vllm_engine, refuse_unsupported, text_config
+from .rewards.functions import RewardFunctions
+from .rollout.engine import EngineError
+from .rollout.transformers_engine import TransformersEngine
+from .schedule import Schedule
+from .staging import StageMaker, TrainingState
+from .telemetry import Telemetry, write_summary
+from .update import BatchOptions, StageBatches, UpdateBatch, make_objective
+
+_PAPER = {
+    "title": "How Off-Policy Can GRPO Be? μ-GRPO for Efficient LLM Reinforcement Learning",
+    "id": "2605.17570",
+}
+
+
+class MuGRPOTrainer(GRPOTrainer):
+    """
+    Trains by μ-GRPO: freeze the policy as β, generate a whole stage of rollouts with it, then take `stage_updates`
+    optimizer updates on that static data.
+
+    The signature is [`~trl.GRPOTrainer`]'s; `args` is a [`MuGRPOConfig`]. `tools`, `rollout_func`, `environment_factory`,
+    `quantization_config` and vision models are refused.
+
+    Overrides of the parent:
+
+    - `get_train_dataloader`: an unprepared loader of ticks, one per update; the rows come from the stage on disk.
+    - `training_step`: makes or reopens the stage when a tick enters one, then runs the update's micro-batches.
+    - `compute_loss`, `_prepare_inputs`: the objective of [`mu_grpo_trl.losses`] in training; TRL's in evaluation.
+    - `log`: adds the diagnostics (ratios of sums reduced over ranks) and the timers.
+    - `train`, `evaluate`, `_save_checkpoint`: timers, resume, and `summary.json` at the end.
+    - `floating_point_ops`: from the tokens really forwarded.
+
+    Example:
+
+    ```python
+    trainer = MuGRPOTrainer(
+        model="Qwen/Qwen2.5-Math-7B",
+        reward_funcs=MathReward(),
+        args=MuGRPOConfig("runs/math", stage_updates=1024, max_steps=4096),
+        train_dataset=dataset,
+    )
+    trainer.train()
+    ```
+    """
+
+    _tag_names = ["trl", "mu-grpo"]
+    _name = "μ-GRPO"
+    _paper = _PAPER
+
+    def __init__(
+        self,
+        model,
+        reward_funcs=None,
+        args: MuGRPOConfig | None = None,
+        train_dataset=None,
+        eval_dataset=None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes=None,
+        callbacks=None,
+        optimizers=(None, None),
+        quantization_config=None,
+        peft_config=None,
+        tools=None,
+        rollout_func=None,
+        environment_factory=None,
+    ):
+        refuse_unsupported(tools, rollout_func, environment_factory, quantization_config)
+        if args is None:
+            name = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = MuGRPOConfig(f"{name.split('/')[-1]}-mu-GRPO")
+        if not isinstance(args, MuGRPOConfig):
+            raise TypeError(f"`args` is a {type(args).__name__}. Use `MuGRPOConfig`: it takes the same options and more.")
+        revision = (args.model_init_kwargs or {}).get("revision")
+        model_config = text_config(model, args.trust_remote_code, revision)
+        if processing_class is None:
+            processing_class = AutoTokenizer.from_pretrained(
+                model if isinstance(model, str) else get_config_model_id(model.config),
+                revision=revision,
+                padding_side="left",
+                trust_remote_code=args.trust_remote_code,
+            )
+        if not isinstance(processing_class, PreTrainedTokenizerBase):
+            raise TypeError(f"`processing_class` is a {type(processing_class).__name__}, not a tokenizer: text only yet.")
+        limit = context_length(args, model_config)
+        train_dataset, report = check_dataset(train_dataset, args, processing_class, limit)
+        args.max_steps = Schedule.num_updates_for(
+            args.max_steps, args.num_train_epochs, len(train_dataset), args.prompts_per_update
+        )
+        self.schedule = Schedule(
+            num_prompts=len(train_dataset),
+            prompts_per_update=args.prompts_per_update,
+            stage_updates=min(args.stage_updates, args.max_steps),
+            num_updates=args.max_steps,
+            seed=args.seed,
+            shuffle=args.shuffle_dataset is not False,
+        )
+        self.rewards = RewardFunctions(
+            reward_funcs,
+            args.reward_weights,
+            processing_classes=reward_processing_classes,
+            workers=args.reward_threads,
+            timeout_s=args.reward_timeout_s,
+            on_error=args.reward_error,
+        )
+        is_main = args.process_index == 0
+        engine = make_vllm_engine(args, model_config, limit) if args.rollout_engine == "vllm" and is_main else None
+        use_vllm, args.use_vllm = args.use_vllm, False  # the parent would start an engine of its own
+        super().__init__(
+            model=model,
+            reward_funcs=list(self.rewards._functions.values()),
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            peft_config=peft_config,
+        )
+        args.use_vllm = use_vllm
+        if self.aux_loss_enabled:
+            raise ValueError(
+                f"{type(self.model).__name__} adds a load-balancing loss, which μ-GRPO does not support yet. Set "
+                "`router_aux_loss_coef=0.0`."
+            )
+        self.log_completions = False  # the parent would write its table at every log; ours is written once a stage
+        self.telemetry = Telemetry()
+        self.stage_callback = StageCallback(self.schedule, self.telemetry)
+        self.add_callback(self.stage_callback)
+        base_model = self._base_model()
+        if not args.entropy_coef:
+            use_lean_head_in_training(base_model, self.temperature, args.cast_lm_head_to_fp32)
+        if args.rollout_engine == "transformers":
+            shared = None if is_sharded(self.accelerator) else self.model
+            engine = TransformersEngine(
+                shared, self.accelerator.device, self._tokenizer.pad_token_id, self.accelerator.autocast
+            )
+        self.stage_maker = StageMaker(
+            args, self.accelerator, self.schedule, train_dataset, self._tokenizer, tuple(self.eos_token_ids), limit,
+            self.rewards, engine, TrainingState(lambda: self.model, lambda: self.model_wrapped, lambda: self.optimizer,
+            self.accelerator.autocast), self.telemetry,
+        )  # fmt: skip
+        needs_every_row = bool(args.beta or args.entropy_coef) or not args.skip_zero_advantage
+        self._batch_options = BatchOptions(
+            max_tokens=args.max_tokens_per_microbatch,
+            max_rows=args.per_device_train_batch_size,
+            skip_zero_advantage=not needs_every_row,
+            mask_truncated=args.mask_truncated_completions,
+            pad_token_id=self._tokenizer.pad_token_id,
+        )
+        self._objective = make_objective(args)
+        self._batches: StageBatches | None = None
+        self._update: UpdateBatch | None = None
+        self._clip: dict[str, torch.Tensor] = {}  # M2PO's bound where it is found over the whole update
+        self._update_sums = self._logged_sums = self._no_sums()
+
+    # The training loop
+
+    def get_train_dataloader(self) -> DataLoader:
+        """One tick per update and epoch; not prepared, so that every rank gets every tick."""
+        ticks = [{"tick": torch.tensor(tick)} for tick in range(max(1, len(self.train_dataset) // self.schedule.prompts_per_update))]
+        return DataLoader(ticks, batch_size=1, collate_fn=lambda batch: batch[0], generator=torch.Generator())
+
+    def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
+        """One update: all micro-batches of this rank. Returns the loss, `num_processes` times this rank's share."""
+        number = self.state.global_step
+        batches = self._enter_stage(self.schedule.stage_of(number))
+        self._update = batches.update(number)
+        self._update_sums = self._update.skipped_sums.to(self.accelerator.device)
+        if number == self.schedule.first_update(batches.stage):
+            self._check_first_update(model)
+        self._clip = self._m2po_clip(model)
+        loss = self._forward_backward(model, self._update.microbatches)
+        self._logged_sums += self.accelerator.reduce(self._update_sums, reduction="sum")
+        self._record(self._update)
+        return loss
+
+    def _forward_backward(self, model, microbatches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        total = torch.zeros((), device=self.accelerator.device)
+        synchronizes_itself = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        try:
+            for number, microbatch in enumerate(microbatches, start=1):
+                is_last = number == len(microbatches)
+                self.accelerator.gradient_state._set_sync_gradients(is_last)
+                with nullcontext() if is_last or synchronizes_itself else self.accelerator.no_sync(model):
+                    total += Trainer.training_step(self, model, microbatch)
+        finally:
+            self.accelerator.gradient_state._set_sync_gradients(True)
+        return total
+
+    def _prepare_inputs(self, generation_batch):
+        if self.model.training:
+            return Trainer._prepare_inputs(self, generation_batch)
+        return super()._prepare_inputs(generation_batch)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """In training: −(W / N) · objective of one micro-batch (W ranks whose gradients are averaged, N responses)."""
+        if not self.model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss_inputs = self._loss_inputs(model, inputs)
+        outputs = self._objective(loss_inputs, **self._clip)
+        self._update_sums += outputs.sums
+        objective = outputs.objective / self._update.num_responses
+        if self.entropy_coef:
+            entropies = torch.where(loss_inputs.completion_mask, loss_inputs.entropies, 0.0)
+            objective = objective + self.entropy_coef * entropies.sum() / self._update.num_tokens
+        return -self.accelerator.num_processes * objective
+
+    def _loss_inputs(self, model, inputs: dict[str, torch.Tensor]) -> LossInputs:
+        logps, entropies = completion_logps(model, inputs)
+        ref_logps = None
+        if self.beta:
+            ref_logps = reference_logps(self.ref_model, model, self.accelerator.unwrap_model(model), inputs)
+        return LossInputs(
+            policy_logps=logps,
+            behavior_logps=inputs["behavior_logps"],
+            advantages=inputs["advantages"],
+            completion_mask=inputs["completion_mask"],
+            ref_logps=ref_logps,
+            entropies=entropies,
+        )
+
+    # Stages
+
+    def _enter_stage(self, stage: int) -> StageBatches:
+        """The batches of `stage`, made from the current weights unless training already is in it."""
+        if self._batches is not None and self._batches.stage == stage:
+            return self._batches
+        if self._batches is not None:
+            self._batches.close()
+        callback = self.stage_callback
+        with self.telemetry.interval("other"):
+            if self.state.global_step > self.schedule.first_update(stage):
+                reader = self.stage_maker.reopen(stage, callback.policy_hash)
+            else:
+                reader = self.stage_maker.make(stage)
+            callback.stage, callback.policy_hash = stage, reader.manifest.policy_hash
+            self._batches = StageBatches(
+                reader, self.schedule, stage, self.accelerator.process_index, self.accelerator.num_processes,
+                self._batch_options,
+            )  # fmt: skip
+            if self.args.anchor == "trainer":
+                self._use_trainer_anchors(self._batches)
+        return self._batches
+
+    def _use_trainer_anchors(self, batches: StageBatches) -> None:
+        store, first = AnchorStore(batches.reader.path), self.schedule.first_update(batches.stage)
+        if self.state.global_step == first:
+            updates = range(first, first + self.schedule.updates_in(batches.stage))
+            with self.telemetry.interval("optimize"):
+                recompute_anchors(store, batches, updates, self.accelerator, self._anchor_logps)
+        store.load()
+        batches.anchors = store
+
+    @torch.no_grad()
+    def _anchor_logps(self, microbatch: dict[str, torch.Tensor]) -> torch.Tensor:
+        with self.compute_loss_context_manager():
+            return completion_logps(self.model_wrapped, Trainer._prepare_inputs(self, microbatch))[0]
+
+    @torch.no_grad()
+    def _check_first_update(self, model) -> None:
+        """
+        Before the first step of a stage the policy still is β: its ratios must be 1 on the real data.
+
+        Raises:
+            `EngineError`: they are not, on any rank.
+        """
+        inputs = Trainer._prepare_inputs(self, self._update.microbatches[0])
+        with self.compute_loss_context_manager():
+            sums = self._objective(self._loss_inputs(model, inputs)).sums
+        metrics = metrics_from_sums(self.accelerator.reduce(sums, reduction="sum").tolist())
+        mean = metrics.get("ratio/abs_log_mean", 0.0)
+        tolerance = self.args.probe_tolerance_for(self.model.dtype)
+        if not mean <= tolerance:
+            raise EngineError(
+                f"Before the first update of stage {self._batches.stage} the trainer's log-probs differ from the stored "
+                f"ones by {mean:.4g} nats on average (triggers: {metrics['veto/trigger_tokens']:.0f}), above "
+                f"`probe_tolerance` {tolerance:g}: the stage was not sampled from these weights at temperature "
+                f"{self.temperature}. Check the server's --logprobs-mode, its weights and the tokenizer; the stage is kept "
+                f"in {self._batches.reader.path}."
+            )
+
+    @torch.no_grad()
+    def _m2po_clip(self, model) -> dict[str, torch.Tensor]:
+        """M2PO's clip over the tokens of the whole update, which takes a forward pass before the first backward."""
+        if self.args.objective != "m2po" or self.args.m2po_scope != "update":
+            return {}
+        reachable = []
+        for microbatch in self._update.microbatches:
+            inputs = Trainer._prepare_inputs(self, microbatch)
+            with self.compute_loss_context_manager():
+                loss_inputs = self._loss_inputs(model, inputs)
+            log_ratios, usable_mask = token_log_ratios(loss_inputs)
+            reachable.append((log_ratios * loss_inputs.advantages.sign()[:, None])[usable_mask].clamp(min=0))
+        values = self.accelerator.gather(self.accelerator.pad_across_processes(torch.cat(reachable)))
+        bound = m2po_clip_bound(values, torch.ones_like(values), values > 0, self.args.m2po_threshold)
+        return {"clip": bound}
+
+    # Logging, evaluation, checkpoints
+
+    def _no_sums(self) -> torch.Tensor:
+        return torch.zeros(len(SUM_NAMES), dtype=torch.float64, device=self.accelerator.device)
+
+    def _record(self, batch: UpdateBatch) -> None:
+        """Count the update's tokens and keep its rollout metrics for the next log."""
+        for name, value in batch.metrics.items():
+            self._metrics["train"][name].append(value)
+        forwarded = batch.plan.forwarded_tokens
+        self.telemetry.count("updates", 1)
+        self.telemetry.count("forwarded_tokens", forwarded)
+        self.telemetry.count("padding_tokens", forwarded * batch.plan.padding_share)
+        self.telemetry.count("trained_tokens", batch.trained_tokens)
+        self.telemetry.count("responses", batch.num_responses)
+        self.telemetry.count("skipped_responses", batch.num_skipped)
+
+    def log(self, logs, start_time=None) -> None:
+        if self.model.training:
+            sums, self._logged_sums = self._logged_sums.tolist(), self._no_sums()
+            if any(sums):
+                self._metrics["train"].update({name: [value] for name, value in metrics_from_sums(sums).items()})
+            self._metrics["train"].update({name: [value] for name, value in self.telemetry.metrics().items()})
+        super().log(logs, start_time)
+
+    def floating_point_ops(self, inputs) -> int:
+        """6 · parameters · tokens forwarded on all ranks by the current update."""
+        return 6 * self._update.plan.forwarded_tokens * self._num_parameters
+
+    @cached_property
+    def _num_parameters(self) -> int:
+        return get_model_param_count(self.model)
+
+    def evaluate(self, *args, **kwargs):
+        with self.telemetry.interval("evaluation"):
+            return super().evaluate(*args, **kwargs)
+
+    def _save_checkpoint(self, model, trial) -> None:
+        with self.telemetry.interval("checkpoint"):
+            super()._save_checkpoint(model, trial)
+
+    def train(self, resume_from_checkpoint=None, **kwargs):
+        """As the parent's. Engines end with it, and `summary.json` in `output_dir` says where the time went."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
+        if resume_from_checkpoint:
+            self.stage_callback.restore(resume_from_checkpoint)
+        self._batches = None
+        self.telemetry.start()
+        try:
+            output = super().train(resume_from_checkpoint=resume_from_checkpoint or None, **kwargs)
+        finally:
+            self.telemetry.stop()
+            self._end_engines()
+        if self.accelerator.is_main_process:
+            write_summary(Path(self.args.output_dir) / "summary.json", self.telemetry, self.schedule, self.state.global_step)
+        return output
+
+    def _end_engines(self) -> None:
+        if self._batches is not None:
+            self._batches.close()
+        if self.stage_maker.engine is not None:
+            self.stage_maker.engine.close()
+
+    def _base_model(self):
+        return self.model.get_base_model() if is_peft_model(self.model) else self.model
