@@ -109,6 +109,8 @@ class MuGRPOConfig(GRPOConfig):
             micro-batches.
         stage_updates (`int`, *optional*, defaults to `1024`):
             μ, optimizer updates on one stage, so a stage holds `stage_updates × prompts_per_update` prompt groups.
+        shuffle_stage (`bool`, *optional*, defaults to `False`):
+            Permute the prompt groups among the updates of their stage, beyond the permutation of each epoch.
         epsilon (`float`, *optional*):
             The ratio is clipped below at `1 − epsilon`. Defaults to 1.0, and to 0.2 for `objective="grpo"`.
         epsilon_high (`float`, *optional*):
@@ -170,6 +172,9 @@ class MuGRPOConfig(GRPOConfig):
         reward_error (`str`, *optional*, defaults to `"stop"`):
             A reward function that raises: `"stop"` the run (the stage stays on disk), or count its responses as
             `"unscorable"`.
+        no_signal (`str`, *optional*, defaults to `"warn"`):
+            A stage in which 95% of the groups have equal rewards, or of the responses were cut: `"warn"`, or `"stop"`
+            before its updates are spent.
         rollout_concurrency (`int`, *optional*):
             Responses in flight per vLLM server (default 1024), or rows of one generation batch in process
             (default 256).
@@ -206,6 +211,7 @@ class MuGRPOConfig(GRPOConfig):
     anchor: str = field(default="engine", metadata={"help": "'engine' or 'trainer': whose log-probs are b_t."})
     prompts_per_update: int = field(default=32, metadata={"help": "B_mini, prompt groups per update over all ranks."})
     stage_updates: int = field(default=1024, metadata={"help": "μ, updates per stage."})
+    shuffle_stage: bool = field(default=False, metadata={"help": "Permute groups among the updates of a stage."})
     veto_scope: str | None = field(default=None, metadata={"help": f"One of {VETO_SCOPES}."})
     veto_threshold: float = field(default=1e-4, metadata={"help": "τ_c, ratio below which a token triggers the veto."})
     m2po_threshold: float = field(default=0.04, metadata={"help": "Limit on the mean squared log-ratio of M2PO."})
@@ -233,6 +239,7 @@ class MuGRPOConfig(GRPOConfig):
     reward_workers: int | None = field(default=None, metadata={"help": "Processes that score rewards."})
     reward_timeout_s: float = field(default=30.0, metadata={"help": "Seconds one reward call may take."})
     reward_error: str = field(default="stop", metadata={"help": "'stop' or 'unscorable'."})
+    no_signal: str = field(default="warn", metadata={"help": "'warn' or 'stop'."})
     rollout_concurrency: int | None = field(default=None, metadata={"help": "Responses in flight per server."})
     rollout_timeout_s: float = field(default=1800.0, metadata={"help": "Seconds without a finished group."})
     probe_tolerance: float | None = field(default=None, metadata={"help": "Mean |Δ log-prob| allowed, in nats."})
@@ -286,6 +293,7 @@ class MuGRPOConfig(GRPOConfig):
             "vllm_release": ("sleep", "stop", "keep"),
             "overlong_prompts": ("error", "drop"),
             "reward_error": ("stop", "unscorable"),
+            "no_signal": ("warn", "stop"),
         }
         for name, allowed in choices.items():
             value = getattr(self, name)

@@ -633,7 +633,7 @@ def _to_dataset(columns: dict[str, list[Any]]) -> Dataset:
     encoded = {name: [None if v is None else json.dumps(v) for v in columns[name]] for name in mixed}
     dataset = Dataset.from_dict({**columns, **encoded})
     for name in mixed:
-        dataset = dataset.cast_column(name, datasets.Json())
+        dataset = dataset.cast_column(name, datasets.Json())  # pyright: ignore[reportArgumentType]
     return dataset
 
 

@@ -326,8 +326,8 @@ def group_advantages(rewards: Tensor, eps: float = 1e-6, scale: bool = True) -> 
     centered = torch.where(scored, rewards - mean, 0.0)
     highest = torch.where(scored, rewards, -math.inf).amax(dim=-1, keepdim=True)
     lowest = torch.where(scored, rewards, math.inf).amin(dim=-1, keepdim=True)
-    spread = highest - lowest
-    informative = (count > 1) & (spread > EQUAL_REWARDS_RTOL * torch.maximum(highest.abs(), lowest.abs()))
+    # With one scored response the two are equal, with none they are −inf and inf: not informative either.
+    informative = highest - lowest > EQUAL_REWARDS_RTOL * torch.maximum(highest.abs(), lowest.abs())
     if scale:
         std = (centered.square().sum(dim=-1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
         centered = centered / (std + eps)

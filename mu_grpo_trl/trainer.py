@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -26,9 +27,13 @@ from .rewards.functions import RewardFunctions
 from .rollout.engine import EngineError
 from .rollout.transformers_engine import TransformersEngine
 from .schedule import Schedule
+from .stage.reader import StageReader
+from .stage.schema import StageError
 from .staging import StageMaker, TrainingState
 from .telemetry import Telemetry, write_summary
 from .update import BatchOptions, StageBatches, UpdateBatch, make_objective
+
+logger = logging.getLogger(__name__)
 
 _PAPER = {
     "title": "How Off-Policy Can GRPO Be? μ-GRPO for Efficient LLM Reinforcement Learning",
@@ -116,6 +121,7 @@ class MuGRPOTrainer(GRPOTrainer):
             num_updates=args.max_steps,
             seed=args.seed,
             shuffle=args.shuffle_dataset is not False,
+            shuffle_stage=args.shuffle_stage,
         )
         self.rewards = RewardFunctions(
             reward_funcs,
@@ -192,7 +198,10 @@ class MuGRPOTrainer(GRPOTrainer):
         if number == self.schedule.first_update(batches.stage):
             self._check_first_update(model)
         self._clip = self._m2po_clip(model)
-        loss = self._forward_backward(model, self._update.microbatches)
+        # Without a row there is no gradient: no backward leaves every `.grad` None, so that the optimizer neither decays
+        # weights nor drifts on its momentum.
+        microbatches = self._update.microbatches if self._update.plan.forwarded_tokens else []
+        loss = self._forward_backward(model, microbatches)
         self._logged_sums += self.accelerator.reduce(self._update_sums, reduction="sum")
         self._record(self._update)
         return loss
@@ -256,6 +265,7 @@ class MuGRPOTrainer(GRPOTrainer):
                 reader = self.stage_maker.reopen(stage, callback.policy_hash)
             else:
                 reader = self.stage_maker.make(stage)
+            self._check_signal(reader)
             callback.stage, callback.policy_hash = stage, reader.manifest.policy_hash
             self._batches = StageBatches(
                 reader, self.schedule, stage, self.accelerator.process_index, self.accelerator.num_processes,
@@ -264,6 +274,26 @@ class MuGRPOTrainer(GRPOTrainer):
             if self.args.anchor == "trainer":
                 self._use_trainer_anchors(self._batches)
         return self._batches
+
+    def _check_signal(self, reader: StageReader) -> None:
+        """
+        Before a stage's updates are spent: is there anything in it to learn from?
+
+        Raises:
+            `StageError`: hardly anything, and `no_signal` is `"stop"`.
+        """
+        summary = reader.summary()
+        if summary.zero_advantage_group_share < 0.95 and summary.truncated_share < 0.95:
+            return
+        message = (
+            f"{reader.path}: {summary.zero_advantage_group_share:.1%} of its groups have equal rewards and "
+            f"{summary.truncated_share:.1%} of its responses were cut (mean reward {summary.mean_reward:.4g}, "
+            f"{summary.unscorable_responses} unscorable): {self.schedule.updates_in(reader.manifest.stage)} updates on it "
+            "would learn next to nothing. Check the reward function, the prompts' difficulty and `max_completion_length`."
+        )
+        if self.args.no_signal == "stop":
+            raise StageError(f"{message} The stage is kept; `no_signal: warn` trains on it all the same.")
+        logger.warning(message)
 
     def _use_trainer_anchors(self, batches: StageBatches) -> None:
         store, first = AnchorStore(batches.reader.path), self.schedule.first_update(batches.stage)

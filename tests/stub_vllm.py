@@ -53,8 +53,8 @@ class StubVLLM:
     Runs on a thread of its own (`start`, `stop`), or alone in a process (`main`).
 
     Attributes to set for misbehavior: `logprobs_mode`, `health_status`, `reload_does_nothing`, `reset_succeeds`,
-    `ignores_stop_ids`, `fault(number, body)` giving `"500"`, `"drop"`, `"hang"` … for the number-th generation request,
-    and `distort(answer)`, which may change a finished answer in place.
+    `ignores_stop_ids`, `fault(number, body)` giving `"500"`, `"drop"`, `"hang"` … for the number-th generation
+    request, and `distort(answer)`, which may change a finished answer in place.
     """
 
     def __init__(self, policy: Path, max_model_len: int = 64, name: str = "policy", version: str = "0.31.0") -> None:
@@ -79,7 +79,8 @@ class StubVLLM:
         """Address of the started server."""
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        return asyncio.run_coroutine_threadsafe(self._serve(0), self._loop).result()
+        self.url = asyncio.run_coroutine_threadsafe(self._serve(0), self._loop).result()
+        return self.url
 
     def stop(self) -> None:
         asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
@@ -143,6 +144,9 @@ class StubVLLM:
             return _error(404, f"The model `{body['model']}` does not exist.")
         if len(body["prompt"]) + body["max_tokens"] > self._max_model_len:
             return _error(400, f"max_tokens={body['max_tokens']} cannot be greater than {self._max_model_len}.")
+        if message := os.environ.get("STUB_DIES_IN_CHECKS"):
+            print(message, *(f"last line {number}" for number in range(100)), sep="\n", flush=True)
+            os._exit(4)
         if body.get("seed") is None:
             return web.json_response(self._answer(body))
         self.generated.append(body)
@@ -165,10 +169,14 @@ class StubVLLM:
             os._exit(3)
         elif fault == "freeze":
             os.kill(os.getpid(), signal.SIGSTOP)
-        elif fault is not None:
+        elif fault == "html":
+            return web.Response(text="<html>502 of some proxy</html>", content_type="text/html")
+        elif fault is not None and fault != "truncate":
             return _error(int(fault), f"stub was told to fail with {fault}")
         answer = self._answer(body)
         self.distort(answer)
+        if fault == "truncate":
+            return await _send_a_part(request, json.dumps(answer).encode())
         return web.Response(text=json.dumps(answer), content_type="application/json")
 
     def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -221,6 +229,15 @@ def _logprobs(token_ids: list[int], rows: list[np.ndarray], top: int) -> dict[st
         "tokens": [_named(token) for token in token_ids],
         "top_logprobs": [{_named(t): float(row[t]) for t in tokens} for tokens, row in zip(ranked, rows, strict=True)],
     }
+
+
+async def _send_a_part(request: web.Request, content: bytes) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Length": str(len(content))})
+    await response.prepare(request)
+    await response.write(content[: len(content) * 6 // 10])
+    assert request.transport is not None
+    request.transport.abort()
+    return response
 
 
 def _error(status: int, message: str) -> web.Response:

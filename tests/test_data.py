@@ -278,7 +278,7 @@ def test_prompts_that_are_messages_already_are_taken_as_they_are(tmp_path):
     own = {"role": "system", "content": "Own."}
     rows = [{"prompt": user("1+1?"), "solution": 2}, {"prompt": [own, *user("2+2?")], "solution": [4]}]
     file = write_jsonl(tmp_path / "a.jsonl", rows)
-    options = {"prompt_column": "prompt", "answer_column": "solution"}
+    options: dict[str, Any] = {"prompt_column": "prompt", "answer_column": "solution"}
     loaded = load_prompts(file, conversational=True, system_prompt="Given.", **options)
     assert loaded["prompt"][:] == [[{"role": "system", "content": "Given."}, *user("1+1?")], [own, *user("2+2?")]]
     assert loaded["answer"][:] == ["2", "4"]

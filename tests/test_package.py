@@ -24,8 +24,7 @@ ACCELERATE = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
 
 LAYERS = (
     {"cli"},
-    {"lab", "evaluation", "report"},
-    {"train"},
+    {"evaluation", "lab", "report", "train"},
     {"trainer"},
     {"anchors", "callbacks", "objectives", "policy", "preflight", "staging", "update"},
     {"phases"},

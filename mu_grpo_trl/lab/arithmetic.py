@@ -12,7 +12,6 @@ from __future__ import annotations
 import random
 import re
 import zlib
-from collections.abc import Iterator
 from typing import Literal, Protocol
 
 import torch
@@ -21,7 +20,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 Split = Literal["train", "held_out"]
-Problem = tuple[int, int, int]
+Problem = tuple[int, ...]
 Response = str | list[dict[str, str]]
 
 PAD, EOS, BOX = "<pad>", "<eos>", r"\boxed{"
@@ -57,15 +56,23 @@ def split_of(problem: Problem) -> Split:
     return "train" if zlib.crc32(repr(sorted(problem)).encode()) % 10 else "held_out"
 
 
-def draw_problems(seed: int, split: Split) -> Iterator[Problem]:
-    """Problems of `split` in a seeded order, none twice."""
+def draw_problems(
+    n: int, seed: int, split: Split, num_operands: int = 3, smallest: int = 1, limits: dict[str, int] = MAX_PROBLEMS
+) -> list[Problem]:
+    """The first `n` problems of `split` in a seeded order, none twice, operands from `smallest` to 99.
+
+    Raises:
+        ValueError: for an unknown split, or more problems than the split is sure to hold (`limits`).
+    """
+    if not 0 < n <= limits.get(split, 0):
+        raise ValueError(f"n={n} of split={split!r} cannot be drawn: the splits hold {limits}; ask for 1 up to that.")
     rng = random.Random(seed)
-    seen: set[Problem] = set()
-    while True:
-        problem = (rng.randint(1, LARGEST_OPERAND), rng.randint(1, LARGEST_OPERAND), rng.randint(1, LARGEST_OPERAND))
-        if problem not in seen and split_of(problem) == split:
-            seen.add(problem)
-            yield problem
+    problems: dict[Problem, None] = {}
+    while len(problems) < n:
+        problem = tuple(rng.randint(smallest, LARGEST_OPERAND) for _ in range(num_operands))
+        if split_of(problem) == split:
+            problems[problem] = None
+    return list(problems)
 
 
 def prompt_of(problem: Problem) -> str:
@@ -87,13 +94,8 @@ def make_problems(n: int, seed: int = 0, split: Split = "train") -> Dataset:
     Raises:
         ValueError: for an unknown split, or more problems than the split is sure to hold.
     """
-    if not 0 < n <= MAX_PROBLEMS.get(split, 0):
-        raise ValueError(f"n={n} of split={split!r} cannot be drawn: ask for 1 to {MAX_PROBLEMS} problems of a split.")
-    source = draw_problems(seed, split)
-    problems = [next(source) for _ in range(n)]
-    return Dataset.from_dict(
-        {"prompt": [prompt_of(p) for p in problems], "answer": [str(sum(p)) for p in problems]}
-    )
+    problems = draw_problems(n, seed, split)
+    return Dataset.from_dict({"prompt": [prompt_of(p) for p in problems], "answer": [str(sum(p)) for p in problems]})
 
 
 def text_of(response: Response) -> str:

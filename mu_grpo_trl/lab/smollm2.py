@@ -11,14 +11,18 @@ an EOS, the EOS for a pad, and no splitting of digits.
 from __future__ import annotations
 
 import argparse
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
 import gguf
 import numpy as np
 import torch
+from datasets import Dataset
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from mu_grpo_trl.lab.arithmetic import Problem, Response, Split, draw_problems, text_of
 
 EOS, PAD = "<|im_end|>", "<|endoftext|>"
 CONTROL_TOKEN = int(gguf.TokenType.CONTROL)
@@ -34,6 +38,9 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+MAX_SUMS = {"train": 6_500, "held_out": 700}  # the splits hold 7,251 and 849
+MAX_RESPONSE_TOKENS = 16  # `31 + 45 = 76<|im_end|>` has 11
+NUMBER = re.compile(r"-?\d+(?:[.,]\d+)*")
 TOP_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
 
 
@@ -141,6 +148,44 @@ def convert(output: str | Path, source: str | Path | None = None) -> Path:
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
     return Path(output)
+
+
+def sum_prompt(problem: Problem) -> list[dict[str, str]]:
+    """`23 + 41 =` as a chat, after one worked example (without it the model chats instead of adding)."""
+    first, second = problem
+    return [
+        {"role": "system", "content": "Add the numbers."},
+        {"role": "user", "content": "31 + 45 ="},
+        {"role": "assistant", "content": "31 + 45 = 76"},
+        {"role": "user", "content": f"{first} + {second} ="},
+    ]
+
+
+def make_sums(n: int, seed: int = 0, split: Split = "train") -> Dataset:
+    """Distinct sums of two two-digit numbers, the splits disjoint whatever the order of the operands.
+
+    Args:
+        n (`int`): number of sums, at most `MAX_SUMS[split]`.
+        seed (`int`): same seed, same sums in the same order; a longer set begins with the shorter one.
+        split (`"train"` or `"held_out"`): disjoint for all seeds.
+
+    Returns:
+        `datasets.Dataset` with the columns `prompt` (conversational) and `answer` (`str`).
+
+    Raises:
+        ValueError: for an unknown split, or more sums than the split is sure to hold.
+    """
+    problems = draw_problems(n, seed, split, num_operands=2, smallest=10, limits=MAX_SUMS)
+    return Dataset.from_dict({"prompt": [sum_prompt(p) for p in problems], "answer": [str(sum(p)) for p in problems]})
+
+
+def sum_reward(completions: list[Response], answer: list[str], **kwargs) -> list[float]:
+    """1.0 where the last number of the response is the answer, else 0.0 (TRL's reward signature).
+
+    A decimal or grouped number counts as one: `0.76` and `1,176` are not 76.
+    """
+    found = [NUMBER.findall(text_of(completion)) for completion in completions]
+    return [float(numbers[-1:] == [gold]) for numbers, gold in zip(found, answer, strict=True)]
 
 
 def main() -> None:

@@ -21,8 +21,6 @@ from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM,
 from trl import SFTConfig, SFTTrainer
 
 from mu_grpo_trl.lab.arithmetic import (
-    LARGEST_OPERAND,
-    MAX_PROMPT_TOKENS,
     MAX_RESPONSE_TOKENS,
     Problem,
     draw_problems,
@@ -60,3 +58,93 @@ def worked_solution(problem: Problem, addition: Addition = add) -> str:
     first = addition(a, b)
     second = addition(first, c)
     return f"{a}+{b}={first};{first}+{c}={second};\\boxed{{{second}}}"
+
+
+def make_solutions(n: int, seed: int, careless: float = 0.5) -> Dataset:
+    """Training problems with worked solutions, of which the share `careless` drops every carry.
+
+    Args:
+        n (`int`): number of problems, all of the training split.
+        seed (`int`): decides the problems and which solutions are careless.
+        careless (`float`, *optional*, defaults to `0.5`): share of careless solutions. (One problem in twenty has no
+            carry to drop.)
+
+    Returns:
+        `datasets.Dataset` with the columns `prompt` and `completion`, as [`~trl.SFTTrainer`] takes them.
+    """
+    rng = random.Random(seed)
+    problems = draw_problems(n, seed, "train")
+    additions = [add_without_carry if rng.random() < careless else add for _ in problems]
+    return Dataset.from_dict(
+        {
+            "prompt": [prompt_of(problem) for problem in problems],
+            "completion": [worked_solution(p, addition) for p, addition in zip(problems, additions, strict=True)],
+        }
+    )
+
+
+def make_model(tokenizer: PreTrainedTokenizerBase) -> Qwen2ForCausalLM:
+    """A random Qwen2 of 0.34 M parameters: 3 layers, 3 heads of 32 (a size vLLM's CPU kernels take), untied."""
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def train(max_steps: int, seed: int) -> SFTTrainer:
+    """Train on the CPU, so that the same seed gives the same policy everywhere, and return the finished trainer."""
+    set_seed(seed)
+    tokenizer = make_tokenizer()
+    batch_size = 64
+    with TemporaryDirectory() as scratch:
+        args = SFTConfig(
+            output_dir=scratch,
+            max_steps=max_steps,
+            per_device_train_batch_size=batch_size,
+            learning_rate=4e-3,
+            lr_scheduler_type="cosine",
+            warmup_steps=50,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            logging_steps=100,
+            save_strategy="no",
+            report_to="none",
+            seed=seed,
+        )
+        trainer = SFTTrainer(
+            model=make_model(tokenizer),
+            args=args,
+            train_dataset=make_solutions(max_steps * batch_size, seed),
+            processing_class=tokenizer,
+        )
+        trainer.train()
+    return trainer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder to write the model and tokenizer to")
+    parser.add_argument("--max_steps", type=int, default=2400, help="optimizer steps of 64 solutions")
+    parser.add_argument("--seed", type=int, default=0, help="decides the initial weights, problems and errors")
+    args = parser.parse_args()
+    trainer = train(args.max_steps, args.seed)
+    trainer.model.save_pretrained(args.output)
+    trainer.processing_class.save_pretrained(args.output)
+    held_out = make_problems(500, split="held_out")
+    accuracy = greedy_accuracy(trainer.model, trainer.processing_class, held_out, MAX_RESPONSE_TOKENS)
+    print(f"greedy accuracy on 500 held-out problems: {accuracy:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -4,7 +4,8 @@ Finds the answer in a response. Standard library only, linear in the length of t
 The rule, the same in training and in evaluation:
 
 - Only what follows the last `</think>` is read; a `<think>` that is never closed is unfinished reasoning, no answer.
-- The answer is the content of the last `\boxed{...}` or `\fbox{...}`; a box around it takes its place (`\boxed{\fbox{5}}`).
+- The answer is the content of the last `\boxed{...}` or `\fbox{...}`; a box around it takes its place
+(`\boxed{\fbox{5}}`).
 - A last box that is empty or cut off is no answer, whatever came before. A complete one counts, whatever comes after.
 - No box, no answer: `#### 42`, `**42**` and `<answer>42</answer>` are not read.
 """
@@ -64,8 +65,8 @@ def extract_answers(text: str) -> list[str]:
     r"""
     The trailing run of boxes of a response, in reading order; the last one is the answer.
 
-    Boxes belong to one run when nothing but commas, "and", "or", spaces, math delimiters and `x =` stands between them.
-    Only a gold that is a set of several values may be met by the run (`\boxed{1} and \boxed{2}` for `1,2`).
+    Boxes belong to one run when nothing but commas, "and", "or", spaces, math delimiters and `x =` stands between
+    them. Only a gold that is a set of several values may be met by the run (`\boxed{1} and \boxed{2}` for `1,2`).
 
     Args:
         text (`str`):

@@ -1,17 +1,15 @@
 """
 Calls everything that TRL accepts as a reward: sync and async callables, reward models, names, with a time limit each.
 
-Different from TRL on purpose: TRL sums over reward functions with `nansum`, so that a response that one function could not
-score competes with its group on fewer terms. Here such a response is unscorable (see [`combine`]).
+Different from TRL on purpose: TRL sums over reward functions with `nansum`, so that a response that one function could
+not score competes with its group on fewer terms. Here such a response is unscorable (see [`combine`]).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import inspect
-import json
 import logging
 import math
 import re
@@ -20,14 +18,13 @@ import threading
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, wait
 from typing import Any, Literal
 
 import numpy as np
 
 from .math import MathReward
-from .pool import GIB, ProcessPool, Raised, TimedOut, function_reference
+from .pool import GIB, Crashed, ProcessPool, Raised, TimedOut, function_reference
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +58,8 @@ def combine(rewards: Mapping[str, np.ndarray], weights: Mapping[str, float] | No
     Weighted sum of the reward functions over one prompt group.
 
     A function that is NaN for the whole group does not apply to it and is left out, unless its call failed
-    ([`Scores.failed`]). A response that any other function could not score is unscorable: its sum would not be comparable.
+    ([`Scores.failed`]). A response that any other function could not score is unscorable: its sum would not be
+    comparable.
 
     Args:
         rewards (`Mapping[str, np.ndarray]`):
@@ -92,8 +90,8 @@ def resolve_reward(name: str, *, workers: int = 4, timeout_s: float = 60.0) -> C
 
     Args:
         name (`str`):
-            `"math"`, or `"module:function"` of a TRL reward function, which then runs in killable processes; its arguments and
-            result must be JSON values, and it gets no `trainer_state`, `log_extra` or `log_metric`.
+            `"math"`, or `"module:function"` of a TRL reward function, which then runs in killable processes; its
+            arguments and result must be JSON values, and it gets no `trainer_state`, `log_extra` or `log_metric`.
         workers (`int`, *optional*, defaults to `4`):
             Processes.
         timeout_s (`float`, *optional*, defaults to `60.0`):
@@ -116,13 +114,13 @@ class RewardFunctions:
     """
     Scores prompt groups with one or several reward functions.
 
-    May be used from several threads, also inside a running event loop. Plain callables and reward models run one call at a
-    time each (they are written for that); async callables, `"math"` and `"module:function"` run side by side.
+    May be used from several threads, also inside a running event loop. Plain callables and reward models run one call
+    at a time each (they are written for that); async callables, `"math"` and `"module:function"` run side by side.
 
     Args:
         reward_funcs (`str`, `Callable`, `PreTrainedModel` or list of these):
-            As in TRL: sync or async callables (functions, objects, `functools.partial`), sequence classification models or
-            their model ids; also `"math"` and `"module:function"`, see [`resolve_reward`].
+            As in TRL: sync or async callables (functions, objects, `functools.partial`), sequence classification
+            models or their model ids; also `"math"` and `"module:function"`, see [`resolve_reward`].
         reward_weights (`Sequence[float]`, *optional*):
             One for each function; 1 without.
         processing_classes (`list`, *optional*):
@@ -134,7 +132,8 @@ class RewardFunctions:
         timeout_s (`float`, *optional*, defaults to `60.0`):
             Seconds for one call. A call over it leaves its responses unscorable and is counted.
         on_error (`str`, *optional*, defaults to `"stop"`):
-            What a raising reward does: `"stop"` raises [`RewardError`], `"unscorable"` leaves its responses unscorable.
+            What a raising reward does: `"stop"` raises [`RewardError`], `"unscorable"` leaves its responses
+            unscorable.
 
     Attributes:
         names (`list[str]`):
@@ -164,8 +163,8 @@ class RewardFunctions:
         weights = [1.0] * len(functions) if reward_weights is None else [float(weight) for weight in reward_weights]
         if not functions or len(weights) != len(functions) or len(classes) != len(functions):
             raise ValueError(
-                f"{len(functions)} reward functions with {len(weights)} weights and {len(classes)} processing classes: give at "
-                "least one function, and one weight and processing class for each, or leave those out."
+                f"{len(functions)} reward functions with {len(weights)} weights and {len(classes)} processing "
+                "classes: give at least one function, with one weight and processing class each, or leave those out."
             )
         self.timeout_s, self.on_error = timeout_s, on_error
         self._functions: dict[str, Callable[..., Any]] = {}
@@ -173,7 +172,9 @@ class RewardFunctions:
             function = _as_callable(function, processing_class, chat_template_kwargs or {}, workers, timeout_s)
             name = reward_name(function)
             if name in self._functions:
-                raise ValueError(f"Two reward functions are named {name!r}: rename one, since rewards are kept by name.")
+                raise ValueError(
+                    f"Two reward functions are named {name!r}: rename one, since rewards are kept by name."
+                )
             self._functions[name] = function
         self.names = list(self._functions)
         self.weights = dict(zip(self.names, weights, strict=True))
@@ -203,18 +204,24 @@ class RewardFunctions:
                 n lists of token ids.
             columns (`Mapping[str, list]`):
                 Other dataset columns, n values each.
-            trainer_state (`TrainerState`, *optional*), log_extra (`Callable`, *optional*), log_metric (`Callable`, *optional*):
+            trainer_state (`TrainerState`, *optional*), log_extra (`Callable`, *optional*), log_metric (`Callable`,
+            *optional*):
                 Handed to the functions as TRL does; logged values go nowhere without.
 
         Returns:
             [`Scores`]: `(n,)` float64 by function name, NaN where unscorable.
 
         Raises:
-            RewardError: If a function returned something else than n rewards, raised (with `on_error="stop"`), or too many
+            RewardError: If a function returned something else than n rewards, raised (with `on_error="stop"`), or too
+            many
                 calls have been abandoned.
         """
         kwargs = {
-            **{name: values for name, values in columns.items() if name not in ("prompt", "completion", "completion_ids")},
+            **{
+                name: values
+                for name, values in columns.items()
+                if name not in ("prompt", "completion", "completion_ids")
+            },
             "prompts": prompts,
             "completions": completions,
             "completion_ids": completion_ids,
@@ -222,7 +229,7 @@ class RewardFunctions:
             "log_extra": log_extra or _ignore,
             "log_metric": log_metric or _ignore,
         }
-        calls = {name: _in_thread(self._score_one, name, kwargs, name="mu-grpo-score") for name in self.names}
+        calls = {name: _in_thread(f"mu-grpo-score-{name}", self._score_one, name, kwargs) for name in self.names}
         results = {name: call.result() for name, call in calls.items()}
         nothing = np.full(len(completions), np.nan)
         return Scores(
@@ -248,16 +255,14 @@ class RewardFunctions:
         self._count(name, "calls")
         try:
             output = self._call(name, kwargs)
-        except (FutureTimeout, TimeoutError):
-            return self._failed(name, "timeouts", count, f"took longer than {self.timeout_s} s")
-        except _PoolFailure as failure:
+        except _CallFailed as failure:
             return self._failed(name, failure.counter, count, failure.reason)
-        except _AbandonedTooOften as error:
-            raise RewardError(str(error)) from None
+        except RewardError:
+            raise
         except Exception as error:
             if self.on_error == "unscorable":
                 return self._failed(name, "raised", count, repr(error))
-            trace = "".join(traceback.format_exception(error))
+            trace = str(error) if isinstance(error, _RaisedInPool) else "".join(traceback.format_exception(error))
             prompt = repr(kwargs["prompts"][0] if count else None)[:500]
             raise RewardError(f"Reward function {name!r} raised on prompt {prompt}:\n{trace}") from error
         rewards = as_rewards(name, output, count)
@@ -271,7 +276,7 @@ class RewardFunctions:
         if is_async_callable(function):
             return self._call_async(name, function, kwargs)
         with self._one_call[name]:
-            return self._within_limit(name, _in_thread(function, name=f"mu-grpo-reward-{name}", **kwargs), self.timeout_s)
+            return self._within_limit(name, _in_thread(f"mu-grpo-{name}", function, **kwargs), self.timeout_s)
 
     def _call_async(self, name: str, function: Callable[..., Awaitable[Any]], kwargs: dict[str, Any]) -> Any:
         with self._lock:
@@ -280,7 +285,14 @@ class RewardFunctions:
             loop = self._loop
 
         async def limited() -> Any:
-            return await asyncio.wait_for(function(**kwargs), self.timeout_s)
+            scope = asyncio.timeout(self.timeout_s)
+            try:
+                async with scope:
+                    return await function(**kwargs)
+            except TimeoutError:
+                if scope.expired():
+                    raise self._over_limit() from None
+                raise
 
         future = loop.submit(limited())
         try:
@@ -292,23 +304,22 @@ class RewardFunctions:
                         self._loop = None
 
     def _within_limit(self, name: str, future: Future[Any], limit_s: float) -> Any:
-        try:
-            return future.result(limit_s)
-        except FutureTimeout:
-            if not future.done():
-                self._abandon(name)
-            raise
-
-    def _abandon(self, name: str) -> None:
+        wait([future], limit_s)
+        if future.done():
+            return future.result()
         with self._lock:
             self._abandoned += 1
-            if self._abandoned < _MAX_ABANDONED:
-                return
-        raise _AbandonedTooOften(
-            f"{_MAX_ABANDONED} reward calls still hang after their limit of {self.timeout_s} s, the last one of {name!r}; a thread "
-            "cannot be killed. Give a limit to what the function waits for, or pass it as 'module:function' to run it in "
-            "processes that can be killed."
+            abandoned = self._abandoned
+        if abandoned < _MAX_ABANDONED:
+            raise self._over_limit()
+        raise RewardError(
+            f"{_MAX_ABANDONED} reward calls still hang after their limit of {self.timeout_s} s, the last one of "
+            f"{name!r}; a thread cannot be killed. Give a limit to what the function waits for, or pass it as "
+            "'module:function' to run it in processes that can be killed."
         )
+
+    def _over_limit(self) -> _CallFailed:
+        return _CallFailed("timeouts", f"took longer than {self.timeout_s} s")
 
     def _failed(self, name: str, counter: str, count: int, reason: str) -> None:
         self._count(name, counter)
@@ -328,7 +339,7 @@ def reward_name(function: Callable[..., Any]) -> str:
 
 
 def is_async_callable(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives a coroutine: an async function, a partial of one, or an object with an async `__call__`."""
+    """Whether a call gives a coroutine: an async function, a partial of one, or an object with async `__call__`."""
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
@@ -359,9 +370,13 @@ def as_rewards(name: str, output: Any, count: int) -> np.ndarray:
         output = output.tolist()
     way_out = f"Return a list of {count} numbers, one for each completion, `None` for an unscorable one."
     if not isinstance(output, list | tuple):
-        raise RewardError(f"Reward function {name!r} returned {output!r:.200} of type {type(output).__name__}. {way_out}")
+        raise RewardError(
+            f"Reward function {name!r} returned {output!r:.200} of type {type(output).__name__}. {way_out}"
+        )
     if len(output) != count:
-        raise RewardError(f"Reward function {name!r} returned {len(output)} rewards for {count} completions. {way_out}")
+        raise RewardError(
+            f"Reward function {name!r} returned {len(output)} rewards for {count} completions. {way_out}"
+        )
     rewards = np.full(count, np.nan)
     for i, value in enumerate(output):
         if torch is not None and isinstance(value, torch.Tensor) and value.ndim == 0:
@@ -369,7 +384,9 @@ def as_rewards(name: str, output: Any, count: int) -> np.ndarray:
         if value is None:
             continue
         if not isinstance(value, int | float | np.number | np.bool_) or isinstance(value, np.complexfloating):
-            raise RewardError(f"Reward function {name!r} returned {value!r:.200} at position {i}, which is no number. {way_out}")
+            raise RewardError(
+                f"Reward function {name!r} returned {value!r:.200} at position {i}, which is no number. {way_out}"
+            )
         if math.isfinite(value):
             rewards[i] = value
     return rewards
@@ -384,20 +401,22 @@ def _as_callable(function: Any, processing_class: Any, template: dict[str, Any],
 
         return ModelReward(function, processing_class, template)
     if not callable(function):
-        raise ValueError(f"{function!r} is no reward function: give a callable, a model, a model id, 'math' or 'module:function'.")
+        raise ValueError(
+            f"{function!r} is no reward function: give a callable, a model, a model id, 'math' or 'module:function'."
+        )
     return function
 
 
-class _PoolFailure(Exception):
-    """A named reward's process hung or died."""
+class _CallFailed(Exception):
+    """A call gave no rewards for a reason that is not the function's own exception."""
 
     def __init__(self, counter: str, reason: str):
         super().__init__(reason)
         self.counter, self.reason = counter, reason
 
 
-class _AbandonedTooOften(Exception):
-    """Too many threads hang."""
+class _RaisedInPool(Exception):
+    """Traceback of a function that raised in its process."""
 
 
 class _PoolReward:
@@ -405,25 +424,25 @@ class _PoolReward:
 
     def __init__(self, reference: str, workers: int, timeout_s: float):
         self.__name__ = function_reference(reference).partition(":")[2]
-        self._pool = ProcessPool("mu_grpo_trl.rewards.functions:call_by_reference", workers, timeout_s, _POOL_MEMORY_LIMIT_BYTES)
+        self._pool = ProcessPool(reference, workers, timeout_s, _POOL_MEMORY_LIMIT_BYTES)
         self._reference = reference
 
     def __call__(self, **kwargs: Any) -> Any:
         sent = {name: value for name, value in kwargs.items() if name not in _NOT_SENT_TO_POOL}
         try:
-            json.dumps(sent)
+            future = self._pool.submit(**sent)
         except TypeError as error:
             raise RewardError(
-                f"Reward {self._reference!r} runs in a process of its own, which takes JSON values only: {error}. Drop that "
-                "column, or pass the function itself."
+                f"Reward {self._reference!r} runs in a process of its own, which takes JSON values only: {error}. "
+                "Drop that column, or pass the function itself."
             ) from error
-        result = self._pool.submit(self._reference, sent).result()
+        result = future.result()
         if isinstance(result, TimedOut):
-            raise _PoolFailure("timeouts", f"took longer than {result.limit_s} s")
+            raise _CallFailed("timeouts", f"took longer than {result.limit_s} s")
+        if isinstance(result, Crashed):
+            raise _CallFailed("crashed", f"lost its process: {result.reason}")
         if isinstance(result, Raised):
-            raise RewardError(result.error)
-        if not isinstance(result, list):
-            raise _PoolFailure("crashed", str(result))
+            raise _RaisedInPool(result.error)
         return result
 
     def close(self) -> None:
@@ -444,7 +463,7 @@ class _BackgroundLoop:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 
-def _in_thread(function: Callable[..., Any], *args: Any, name: str, **kwargs: Any) -> Future[Any]:
+def _in_thread(thread: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
     """Run on a daemon thread, which does not keep the interpreter alive if it hangs."""
     future: Future[Any] = Future()
 
@@ -456,7 +475,7 @@ def _in_thread(function: Callable[..., Any], *args: Any, name: str, **kwargs: An
         else:
             future.set_result(result)
 
-    threading.Thread(target=run, daemon=True, name=name).start()
+    threading.Thread(target=run, daemon=True, name=thread).start()
     return future
 
 

@@ -52,8 +52,8 @@ class AnswerText:
 
 _UNICODE = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ",
-    "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "θ": r"\theta ",
-    "∅": r"\emptyset ", "°": r"^\circ ", "…": r"\ldots ", "√": r"\sqrt ", "。": ".", "、": ",",
+    "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ",
+    "θ": r"\theta ", "∅": r"\emptyset ", "°": r"^\circ ", "…": r"\ldots ", "√": r"\sqrt ", "。": ".", "、": ",",
 }  # fmt: skip
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
 _PLAIN_DIGITS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
@@ -70,10 +70,12 @@ _CLEANING = [
     (re.compile(r"(?<=\d)(?:\\[,;: ]|\{,\}|~)(?=\d{3}(?!\d))"), ""),
     (re.compile(r"\\[,;: >]|\\q?quad(?![A-Za-z])|\\hspace\*?\{[^{}]*\}|~|\s+"), " "),
     (re.compile(r";"), ","),
+    (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset"),
 ]
 _MATRIX = re.compile(r"matrix|array|cases")
 _ANSWER_PREFIX = re.compile(
-    r"\A(?:\\text\s*\{)?\s*(?:the )?(?:final |correct )?answer\s*(?:is\b|[:=]|\})\s*[:=]?\s*\}?\s*(?=\S)", re.IGNORECASE
+    r"\A(?:\\text\s*\{)?\s*(?:the )?(?:final |correct )?answer\s*(?:is\b|[:=]|\})\s*[:=]?\s*\}?\s*(?=\S)",
+    re.IGNORECASE,
 )
 _LEFT_EDGE = re.compile(r"\A[\s=:]+")
 _RIGHT_EDGE = re.compile(r"[\s.,:]+\Z")
@@ -98,14 +100,17 @@ _SPELLING = [
     (re.compile(r"\A(-?\d+) (\d+)/(\d+)\Z"), r"\1\\frac{\2}{\3}"),
     (re.compile(r"\A(?!\d{1,2}:[0-5]\d\Z)(\d+) ?: ?([1-9]\d*)\Z"), r"\\frac{\1}{\2}"),
 ]
-_CHOICE = re.compile(r"\A(?:\\text\s*\{\s*)?\(([A-J])\)\s*\}?\s*(?!\\(?:cdot|times|cup|cap)\b)(?=[\w\\-])(.+)\Z", re.DOTALL)
+_CHOICE = re.compile(
+    r"\A(?:\\text\s*\{\s*)?\(([A-J])\)\s*\}?\s*(?!\\(?:cdot|times|cup|cap)\b)(?=[\w\\-])(.+)\Z", re.DOTALL
+)
 
 _ENVIRONMENT = re.compile(r"\\(?:begin|end|operatorname)\s*\{[^{}]*\}")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _OPERATOR_WORDS = frozenset(
-    "and or sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan log ln exp max min mod gcd lcm det".split()
+    ("and", "or", "sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "arcsin", "arccos", "arctan")
+    + ("log", "ln", "exp", "max", "min", "mod", "gcd", "lcm", "det")
 )
-_SHORT_WORDS = frozenset("yes no odd all both none true".split())
+_SHORT_WORDS = frozenset(("yes", "no", "odd", "all", "both", "none", "true"))
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _GARBLED = re.compile(r"\d_|(?<![_^\d.{])\d+ +[\d.]|\\[lcd]?dots|\.\.\.|\d *:|'|[^\x00-\x7f]")
 
@@ -184,7 +189,8 @@ def _has_words(latex: str) -> bool:
         return True
     words = [word for word in _WORD.findall(_ENVIRONMENT.sub("", latex)) if word.lower() not in _OPERATOR_WORDS]
     return any(
-        len(word) >= 4 or word.istitle() or (word.isupper() and len(word) > 2) or word in _SHORT_WORDS for word in words
+        len(word) >= 4 or word.istitle() or (word.isupper() and len(word) > 2) or word in _SHORT_WORDS
+        for word in words
     )
 
 

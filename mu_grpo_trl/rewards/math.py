@@ -50,8 +50,8 @@ class Gold:
         raw (`str`):
             As in the dataset.
         kind (`str`):
-            `"number"` and `"math"` are compared as mathematics. Compared as text alone: `"words"`, `"partial"` (the parser
-            would drop or misread a part) and `"unparsed"`. `"empty"` can be met by nothing.
+            `"number"` and `"math"` are compared as mathematics. Compared as text alone: `"words"`, `"partial"` (the
+            parser would drop or misread a part) and `"unparsed"`. `"empty"` can be met by nothing.
         text ([`AnswerText`]):
             Normalized text.
         expression (`sympy.Basic`, `sympy.MatrixBase` or `None`):
@@ -203,8 +203,10 @@ def _count_symbols(expression: Any) -> Any:
     r"""The expression with n, m and k as positive integers, as they are meant, so that \sqrt{1/n} is 1/\sqrt{n}."""
     import sympy
 
-    counts = {symbol for symbol in expression.free_symbols if symbol.name in ("n", "m", "k")}
-    return expression.subs({symbol: sympy.Symbol(symbol.name, integer=True, positive=True) for symbol in counts})
+    counts = {symbol: str(symbol) for symbol in expression.free_symbols if str(symbol) in ("n", "m", "k")}
+    return expression.subs(
+        {symbol: sympy.Symbol(name, integer=True, positive=True) for symbol, name in counts.items()}
+    )
 
 
 def _confirmed(gold: Any, answer: Any) -> bool:
@@ -240,10 +242,10 @@ def _relatively_close(gold: Any, answer: Any) -> bool:
 
     if not isinstance(gold, sympy.Expr) or not isinstance(answer, sympy.Expr):
         return True
-    names = sorted({symbol.name for symbol in gold.free_symbols | answer.free_symbols})
+    names = sorted({str(symbol) for symbol in gold.free_symbols | answer.free_symbols})
     point = {name: sympy.Rational(10 + 7 * i, 13) for i, name in enumerate(names)}
     value, other = (
-        side.subs({symbol: point[symbol.name] for symbol in side.free_symbols}).doit() for side in (gold, answer)
+        side.subs({symbol: point[str(symbol)] for symbol in side.free_symbols}).doit() for side in (gold, answer)
     )
     if value == other:
         return True
@@ -277,11 +279,13 @@ def gold_text(value: Any, row: int, column: str) -> str:
         return value
     if isinstance(value, list | tuple) and value:
         return ", ".join(gold_text(item, row, column) for item in value)
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return str(int(value)) if value == int(value) else repr(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return str(int(value)) if value.is_integer() else repr(value)
     raise TypeError(
-        f"{value!r} in row {row} of column {column!r} is no gold answer: it must be a string, a finite number or a list of "
-        "these. Fix or drop the row, or choose another column."
+        f"{value!r} in row {row} of column {column!r} is no gold answer: it must be a string, a finite number or a "
+        "list of these. Fix or drop the row, or choose another column."
     )
 
 
@@ -296,8 +300,8 @@ class GoldReport:
         counts (`dict[str, int]`):
             Rows by [`Gold`] kind; `"unreachable"` are golds that do not even verify against themselves.
         rows (`list[tuple[int, str, str]]`):
-            `(row, gold, kind)` of the rows that are empty, unreachable, or compared as text because the parser would fail or
-            drop a part. None of these is ever paid to everybody.
+            `(row, gold, kind)` of the rows that are empty, unreachable, or compared as text because the parser would
+            fail or drop a part. None of these is ever paid to everybody.
     """
 
     total: int
@@ -344,7 +348,9 @@ def check_golds(golds: Iterable[Any], column: str = "answer", workers: int = 1, 
     unique = list(dict.fromkeys(texts))
     with ProcessPool(gold_kind, workers, timeout_s, _MEMORY_LIMIT_BYTES) as pool:
         results = pool.map((text,) for text in unique)
-    kinds = {text: kind if isinstance(kind, str) else "unreachable" for text, kind in zip(unique, results, strict=True)}
+    kinds = {
+        text: kind if isinstance(kind, str) else "unreachable" for text, kind in zip(unique, results, strict=True)
+    }
     rows = [(row, text, kinds[text]) for row, text in enumerate(texts)]
     trouble = [entry for entry in rows if entry[2] in ("partial", "unparsed", "empty", "unreachable")]
     report = GoldReport(len(texts), dict(Counter(kind for _, _, kind in rows)), trouble)
@@ -357,9 +363,9 @@ class MathReward:
     """
     The math reward, as a reward function of TRL and for evaluation.
 
-    1.0 for a correct answer, 0.0 for a wrong or missing one, `None` (unscorable) only where the gold is empty. An answer on
-    which the verifier hangs, crashes or runs out of memory is a degenerate one and gets 0.0; it is counted, and no other
-    answer is affected.
+    1.0 for a correct answer, 0.0 for a wrong or missing one, `None` (unscorable) only where the gold is empty. An
+    answer on which the verifier hangs, crashes or runs out of memory is a degenerate one and gets 0.0; it is counted,
+    and no other answer is affected.
 
     Args:
         answer_column (`str`, *optional*, defaults to `"answer"`):
@@ -378,7 +384,9 @@ class MathReward:
 
     __name__ = "math"
 
-    def __init__(self, answer_column: str = "answer", *, workers: int = 4, timeout_s: float = 5.0, cache_size: int = 65536):
+    def __init__(
+        self, answer_column: str = "answer", *, workers: int = 4, timeout_s: float = 5.0, cache_size: int = 65536
+    ):
         self.answer_column = answer_column
         self.counters: Counter[str] = Counter()
         self._pool = ProcessPool(verify_answers, workers, timeout_s, _MEMORY_LIMIT_BYTES)
@@ -387,11 +395,11 @@ class MathReward:
         self._lock = threading.Lock()
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        """Score completions (strings or lists of messages) against the answer column, as TRL calls reward functions."""
+        """Score completions (strings or lists of messages) against the answer column, called as TRL does."""
         if self.answer_column not in columns:
             raise ValueError(
-                f"The dataset has no column {self.answer_column!r} with the golds; it has {sorted(columns)}. Rename a column, "
-                "or set `answer_column`."
+                f"The dataset has no column {self.answer_column!r} with the golds; it has {sorted(columns)}. Rename a "
+                "column, or set `answer_column`."
             )
         return self.score(columns[self.answer_column], [completion_text(completion) for completion in completions])
 

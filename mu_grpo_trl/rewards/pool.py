@@ -1,18 +1,20 @@
 """
 Killable worker processes for functions that may hang, crash or eat the memory.
 
-A worker is a new interpreter (never a fork: the parent has threads and CUDA), which never imports the parent's `__main__`.
-Both sides exchange length-prefixed JSON over pipes; nothing is unpickled. One task at a time runs in a worker; a task over
-its time limit costs the worker its life (SIGKILL, so neither frozen processes nor C code holding the GIL matter), and a
-new one takes its place. The limit runs from the moment the worker says that it started the task, so that neither queueing
-nor the worker's imports count. Workers die with the parent.
+A worker is a new interpreter (never a fork: the parent has threads and CUDA), which never imports the parent's
+`__main__`. Both sides exchange length-prefixed JSON over pipes; nothing is unpickled. One task at a time runs in a
+worker; a task over its time limit costs the worker its life (SIGKILL, so neither frozen processes nor C code holding
+the GIL matter), and a new one takes its place. The limit runs from the moment the worker says that it started the
+task, so that neither queueing nor the worker's imports count. Workers die with the parent.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import importlib
+import inspect
 import json
 import os
 import queue
@@ -23,6 +25,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -79,8 +82,8 @@ def function_reference(function: str | Callable[..., Any]) -> str:
     module, _, name = reference.partition(":")
     if module == "__main__" or not module or not name.isidentifier():
         raise ValueError(
-            f"{reference!r} cannot run in a worker process: a worker imports functions as `module:function` and never runs "
-            "the main script. Move the function to the top level of a module of its own."
+            f"{reference!r} cannot run in a worker process: a worker imports functions as `module:function` and never "
+            "runs the main script. Move the function to the top level of a module of its own."
         )
     return reference
 
@@ -93,7 +96,8 @@ class ProcessPool:
 
     Args:
         function (`str` or `Callable`):
-            `"module:function"`, or a function importable that way. Arguments and result must be JSON values.
+            `"module:function"`, or a function importable that way. May be async. Arguments and result must be JSON
+            values (arrays and tensors are returned as lists).
         workers (`int`):
             Number of processes. They start on first use.
         timeout_s (`float`):
@@ -120,7 +124,9 @@ class ProcessPool:
         memory_limit_bytes: int | None = 4 * GIB,
     ):
         if workers < 1 or not timeout_s > 0:
-            raise ValueError(f"workers={workers}, timeout_s={timeout_s}: both must be positive. Use workers=1 for one process.")
+            raise ValueError(
+                f"workers={workers}, timeout_s={timeout_s}: both must be positive. Use workers=1 for one process."
+            )
         self.reference = function_reference(function)
         self.timeout_s = float(timeout_s)
         self._memory_limit_bytes = memory_limit_bytes
@@ -128,25 +134,28 @@ class ProcessPool:
         self._lock = threading.Lock()
         self._closed = False
         self._running: set[_Worker] = set()
-        self._threads = [threading.Thread(target=self._serve, daemon=True, name="mu-grpo-pool") for _ in range(workers)]
+        self._threads = [
+            threading.Thread(target=self._serve, daemon=True, name="mu-grpo-pool") for _ in range(workers)
+        ]
         self._started = False
 
-    def submit(self, *args: Any) -> Future[Any]:
+    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """
         Queue one call.
 
         Args:
-            *args:
+            *args, **kwargs:
                 JSON values.
 
         Returns:
-            `Future`: Its result is the function's, or a [`TimedOut`], [`Crashed`] or [`Raised`]; it never raises these.
+            `Future`: Its result is the function's, or a [`TimedOut`], [`Crashed`] or [`Raised`]; it never raises
+            these.
 
         Raises:
             RuntimeError: If the pool is closed.
             TypeError: If an argument is no JSON value.
         """
-        message = json.dumps(args).encode()
+        message = json.dumps([args, kwargs]).encode()
         future: Future[Any] = Future()
         with self._lock:
             if self._closed:
@@ -211,7 +220,7 @@ class ProcessPool:
             self._discard(worker)
 
     def _run(self, worker: _Worker | None, message: bytes) -> tuple[_Worker | None, Any]:
-        """Result of one task. A worker that never took the task (frozen, or dead while idle) is replaced, not blamed on it."""
+        """Result of one task. A worker that never took it (frozen, or dead while idle) is replaced, without blame."""
         reason = ""
         for _ in range(_ATTEMPTS):
             if self._closed:
@@ -350,15 +359,22 @@ def _work() -> None:
     except Exception:
         return reply(error=_traceback())
     reply()
-    while (args := _read_message(tasks)) is not None:
+    while (call := _read_message(tasks)) is not None:
         reply()
         try:
-            value = function(*args)
-            json.dumps(value)
+            args, kwargs = call
+            value = function(*args, **kwargs)
+            if inspect.iscoroutine(value):
+                value = asyncio.run(value)
+            result = {"value": json.loads(json.dumps(value, default=_as_list))}
         except Exception:
-            reply(error=_traceback())
-        else:
-            reply(value=value)
+            result = {"error": _traceback()}
+        reply(**result)
+
+
+def _as_list(array: Any) -> list[Any]:
+    """JSON form of an array or tensor; an `AttributeError` for what has none."""
+    return array.tolist()
 
 
 def _private_pipes() -> tuple[Any, Any]:
@@ -394,6 +410,4 @@ def _limit_memory(limit_bytes: int | None) -> None:
 
 
 def _traceback() -> str:
-    import traceback
-
     return traceback.format_exc(limit=-20)

@@ -26,7 +26,9 @@ _HOST = "127.0.0.1"
 _POLL_S = 0.2
 _STOP_S = 30.0
 _PORT_TRIES = 3
-_LOG_TAIL_LINES = 25
+_LOG_TAIL_LINES = 20
+_LOG_ERROR_LINES = 10
+_LOG_WIDTH = 400
 
 _SUPERVISOR = """
 import os, signal, subprocess, sys, time
@@ -165,42 +167,45 @@ class ManagedServer:
         Raises:
             [`EngineError`]: when the process ends or does not answer in time; the message quotes the end of its log.
         """
-        self.stop()
-        for attempt in range(_PORT_TRIES):
+        self.stop(patience_s=0.0)  # one that is still there is dead or frozen
+        for tries_left in reversed(range(_PORT_TRIES)):
             self._spawn(policy)
             try:
                 return self._wait_until_ready()
             except EngineError as error:
-                taken_since = self._options.port == 0 and "ddress already in use" in str(error)
                 self.stop()
-                if not taken_since or attempt == _PORT_TRIES - 1:
+                lost_the_port = self._options.port == 0 and "ddress already in use" in str(error)
+                if not (lost_the_port and tries_left):
                     raise
 
-    def stop(self) -> None:
-        """End the server and everything it started: politely, then by force. Harmless when it is not running."""
+    def stop(self, patience_s: float = _STOP_S) -> None:
+        """End the server and all it started, by force after `patience_s`. Harmless when it is not running."""
         process, self._process = self._process, None
         if process is None:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_STOP_S)
+                process.wait(patience_s)
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
     def log_tail(self) -> str:
-        """The last lines that the server wrote since it was last started."""
+        """What the server wrote since it was last started: the first lines that speak of errors, and the last lines."""
         if not self.log_path.exists():
             return ""
         with self.log_path.open("rb") as log:
             log.seek(self._log_start)
-            return "\n".join(log.read().decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:])
+            lines = [line[:_LOG_WIDTH] for line in log.read().decode(errors="replace").splitlines()]
+        before, last = lines[:-_LOG_TAIL_LINES], lines[-_LOG_TAIL_LINES:]
+        errors = [line for line in before if re.search(r"error|exception|died", line, re.IGNORECASE)]
+        return "\n".join([*errors[:_LOG_ERROR_LINES], *last])
 
     def describe_failure(self) -> str:
-        """Exit code (if it has ended) and the end of the log, for error messages."""
+        """Exit code (if it has ended) and an excerpt of the log, for error messages."""
         code = None if self._process is None else self._process.poll()
         state = "is still running" if code is None else f"ended with exit code {code}"
-        return f"The vLLM server of {self.log_path} {state}. Its last lines:\n{self.log_tail()}"
+        return f"The vLLM server of {self.log_path} {state}. From its log:\n{self.log_tail()}"
 
     def command(self, policy: Path) -> list[str]:
         """The command line that serves `policy`."""

@@ -4,24 +4,68 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
+import logging
+import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import aiohttp
 
 from .engine import EngineError
 from .vllm_process import ManagedServer
+from .vllm_wire import UnusableAnswer
 
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_MAX_BACKOFF_S = 30.0
 _CONNECT_S = 30.0
 _HEALTH_S = 10.0
 _HEALTH_POLL_S = 0.5
 _KEEPALIVE_S = 2.0
 """Below vLLM's 5 s: else a request may meet a connection that the server is just closing."""
 _RESET_TRIES = 5
+_RESET_POLL_S = 0.2
 _RETRIED_STATUS = (408, 429)
+
+
+@dataclass(frozen=True)
+class ClientOptions:
+    """
+    What the client checks and how long it waits.
+
+    Args:
+        vocab_size (`int`): of the trainer's model; a token id beyond it is an error.
+        context_length (`int`): limit on prompt and response together, in tokens; servers must allow as much.
+        concurrency (`int`): responses in flight per server.
+        release (`"sleep"`, `"stop"` or `"keep"`): what managed servers do during optimization. External ones are kept.
+        progress_timeout_s (`float`): seconds without any finished group after which the run is stopped.
+        connection_timeout_s (`float`): seconds a server may go without a healthy answer.
+        load_timeout_s (`float`): seconds that loading weights, sleeping and waking up may take.
+        max_retries (`int`): times one group is asked again.
+        max_restarts (`int`): times one managed server is started again within a stage.
+        retry_wait_s (`float`): first wait before asking again; it doubles each time.
+        agreement_tolerance (`float`): largest mean absolute difference of log-probs between two servers, in nats.
+        api_key (`str` or None): sent to the servers.
+    """
+
+    vocab_size: int
+    context_length: int
+    concurrency: int = 1024
+    release: Literal["sleep", "stop", "keep"] = "sleep"
+    progress_timeout_s: float = 1800.0
+    connection_timeout_s: float = 240.0
+    load_timeout_s: float = 1800.0
+    max_retries: int = 5
+    max_restarts: int = 3
+    retry_wait_s: float = 1.0
+    agreement_tolerance: float = 0.05
+    api_key: str | None = None
 
 
 class ServerUnreachable(EngineError, ConnectionError):
@@ -38,29 +82,23 @@ class Server:
 
     Args:
         server (`ManagedServer` or `str`): the process behind it, or the address of an external server.
-        connection_timeout_s (`float`): seconds it may go without a healthy answer.
-        load_timeout_s (`float`): seconds that loading weights, sleeping and waking up may take.
-        api_key (`str` or None): sent with every request.
+        options (`ClientOptions`): limits of the waits, and the API key.
     """
 
-    def __init__(
-        self, server: ManagedServer | str, connection_timeout_s: float, load_timeout_s: float, api_key: str | None
-    ) -> None:
+    def __init__(self, server: ManagedServer | str, options: ClientOptions) -> None:
         self.managed = None if isinstance(server, str) else server
         self.model = ""
         self.in_flight = 0
         self.available = True
-        self.frozen = False
         self.epoch = 0
         """Times it was recovered: tells whether a failed request was sent before or after."""
         self.restarts_left = 0
         self.recovery = asyncio.Lock()
         self._address = server.rstrip("/") if isinstance(server, str) else ""
-        self._connection_timeout_s = connection_timeout_s
-        self._load_timeout_s = load_timeout_s
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._options = options
         self._session: aiohttp.ClientSession | None = None
         self._asleep = False
+        self._frozen = False
         self._last_health = "not asked yet"
 
     @property
@@ -89,6 +127,16 @@ class Server:
             raise EngineError(message)
         raise ServerFailure(message)
 
+    async def complete(self, body: dict[str, Any]) -> bytes:
+        """The answer to one small completion request, asked again on passing failures."""
+
+        async def ask() -> bytes:
+            if self.managed is not None and not self.managed.alive:
+                raise EngineError(self.managed.describe_failure())
+            return await self.post("/v1/completions", body, self._options.progress_timeout_s)
+
+        return await retried(f"A check of {self.url}", ask, self._options)
+
     async def get_json(self, path: str) -> dict[str, Any]:
         """The JSON object at `path`. Raises [`ServerUnreachable`] when there is none."""
         try:
@@ -102,7 +150,7 @@ class Server:
 
     async def is_healthy(self) -> bool:
         """Whether `/health` answers 200 at once."""
-        timeout_s = min(_HEALTH_S, self._connection_timeout_s)
+        timeout_s = min(_HEALTH_S, self._options.connection_timeout_s)
         try:
             async with self._open_session().get(self.url + "/health", timeout=_timeout(timeout_s)) as response:
                 self._last_health = f"status {response.status}"
@@ -113,22 +161,32 @@ class Server:
 
     async def wait_until_healthy(self) -> None:
         """Raises [`ServerUnreachable`] when it takes longer than `connection_timeout_s`, or the process has ended."""
-        deadline = time.monotonic() + self._connection_timeout_s
+        deadline = time.monotonic() + self._options.connection_timeout_s
         while not await self.is_healthy():
             ended = self.managed is not None and not self.managed.alive
             if ended or time.monotonic() > deadline:
                 raise ServerUnreachable(
-                    f"{self.url} was not healthy within {self._connection_timeout_s:g} s; /health last: "
+                    f"{self.url} was not healthy within {self._options.connection_timeout_s:g} s; /health last: "
                     f"{self._last_health}. Start the server, correct its address, or raise `vllm_server_timeout`."
                 )
-            await asyncio.sleep(min(_HEALTH_POLL_S, self._connection_timeout_s / 4))
+            await asyncio.sleep(min(_HEALTH_POLL_S, self._options.connection_timeout_s / 4))
+
+    async def survives(self) -> bool:
+        """Whether a managed server that broke a connection is well again by itself."""
+        if self._frozen:
+            return False
+        try:
+            await self.wait_until_healthy()
+        except ServerUnreachable:
+            return False
+        return True
 
     async def start(self, policy: Path) -> None:
         """Start the managed process with the weights in `policy`."""
         assert self.managed is not None
         await self.disconnect()
         await asyncio.to_thread(self.managed.start, policy)
-        self._asleep = self.frozen = False
+        self._asleep = self._frozen = False
 
     async def stop(self) -> None:
         """End the managed process."""
@@ -161,18 +219,16 @@ class Server:
             answer = await self._control("/reset_prefix_cache", "cannot reset its prefix cache")
             if not answer or json.loads(answer).get("success", True):
                 return
-            await asyncio.sleep(_HEALTH_POLL_S)
+            await asyncio.sleep(_RESET_POLL_S)
         raise EngineError(
             f"{self.url} kept its prefix cache (success=false, {_RESET_TRIES} times), so answers would mix old and "
             "new weights. Is someone else using the server?"
         )
 
-    def cut_off(self) -> None:
+    async def cut_off(self) -> None:
         """Declare the server frozen and break its connections, so that all requests in flight fail now."""
-        self.frozen = True
-        session, self._session = self._session, None
-        if session is not None and session.connector is not None:
-            session.connector.close()
+        self._frozen = True
+        await self.disconnect()
 
     async def disconnect(self) -> None:
         """Close the connections to it."""
@@ -182,19 +238,43 @@ class Server:
 
     async def _control(self, path: str, advice: str, body: dict[str, Any] | None = None) -> bytes:
         try:
-            return await self.post(path, body, self._load_timeout_s)
+            return await self.post(path, body, self._options.load_timeout_s)
         except (EngineError, ServerFailure, aiohttp.ClientError, OSError) as error:
             raise EngineError(f"{self.url} {advice}. {type(error).__name__}: {error}") from error
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
-            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, trust_env=False)
+            key = self._options.api_key
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            self._session = aiohttp.ClientSession(connector=connector, headers=headers, trust_env=False)
         return self._session
 
 
 def _timeout(total_s: float | None) -> aiohttp.ClientTimeout:
     return aiohttp.ClientTimeout(total=total_s, sock_connect=_CONNECT_S)
+
+
+async def retried(what: str, ask: Callable[[], Awaitable[T]], options: ClientOptions) -> T:
+    """
+    The result of `ask()`, asked again after passing failures with growing, jittered waits.
+
+    Raises:
+        [`EngineError`]: after `max_retries` repetitions, or at once when asking again cannot help.
+    """
+    wait_s = options.retry_wait_s
+    for failures in itertools.count(1):
+        try:
+            return await ask()
+        except EngineError:
+            raise
+        except (ServerFailure, UnusableAnswer, aiohttp.ClientError, OSError) as error:
+            if failures > options.max_retries:
+                raise EngineError(f"{what} failed {failures} times; the last time: {error}") from error
+            logger.warning("%s failed and is asked again (%d): %s", what, failures, error)
+        await asyncio.sleep(wait_s * random.uniform(0.5, 1.5))
+        wait_s = min(2 * wait_s, _MAX_BACKOFF_S)
+    raise AssertionError("unreachable")
 
 
 class Dispatch:

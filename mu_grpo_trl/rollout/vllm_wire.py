@@ -1,7 +1,7 @@
 """What is asked of vLLM's `/v1/completions` and what is accepted as its answer; pure functions, no network.
 
-Of vLLM's two token-in-token-out interfaces this one is used: it is there without a flag in every supported version, and
-gives the log-prob of the sampled token as a plain list of floats (`/inference/v1/generate` has an object per token).
+Of vLLM's two token-in-token-out interfaces this one is used: it is there without a flag in every supported version,
+and gives the sampled tokens' log-probs as a plain list of floats (`/inference/v1/generate` has an object per token).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _NEUTRAL: dict[str, Any] = {
     "return_token_ids": True,
     "return_tokens_as_token_ids": True,
 }
-"""Sent with every request, so that no default of the server or of `generation_config.json` matters. `ignore_eos` leaves
-the server's own EOS ids out: what ends a response is `stop_token_ids`, the trainer's set and no other."""
+"""Sent with every request, so that no default of the server or of `generation_config.json` matters. `ignore_eos`
+leaves the server's own EOS ids out: what ends a response is `stop_token_ids`, the trainer's set and no other."""
 
 
 class UnusableAnswer(Exception):
@@ -80,10 +80,10 @@ def scoring_body(sequence: list[int], model: str, cache_salt: str) -> dict[str, 
     return _NEUTRAL | scoring | {"model": model, "cache_salt": cache_salt}
 
 
-def ranking_body(prompt_ids: list[int], temperature: float, model: str, cache_salt: str) -> dict[str, Any]:
+def ranking_body(prompt_ids: list[int], temperature: float, model: str) -> dict[str, Any]:
     """The request for the two likeliest next tokens at `temperature`."""
     ranking = {"prompt": prompt_ids, "n": 1, "temperature": temperature, "max_tokens": 1, "logprobs": 2}
-    return _NEUTRAL | ranking | {"model": model, "cache_salt": cache_salt}
+    return _NEUTRAL | ranking | {"model": model, "cache_salt": "check"}
 
 
 def group_seed(seed: int, group: int) -> int:
@@ -107,9 +107,7 @@ def parse_generation(
     answer = _loads(raw, where)
     choices = sorted(answer["choices"], key=lambda choice: choice["index"])
     if answer["model"] != model:
-        raise EngineError(
-            f"{where}: asked model {model!r}, but {answer['model']!r} answered. Check `vllm_server_urls`."
-        )
+        raise EngineError(f"{where}: asked model {model!r}, but {answer['model']!r} answered.")
     if [choice["index"] for choice in choices] != list(range(sampling.num_generations)):
         raise EngineError(
             f"{where}: asked for {sampling.num_generations} responses, got those of index "
@@ -122,7 +120,7 @@ def parse_generation(
 
 
 def parse_scores(raw: bytes, sequence: list[int]) -> np.ndarray:
-    """Log-probs (float32 `(len − 1,)`, at temperature 1) of tokens 1… of `sequence`, found by id; NaN where missing."""
+    """Log-probs (float32 `(len − 1,)`, temperature 1) of tokens 1… of `sequence`, found by id; NaN where missing."""
     rows = _loads(raw, "scoring")["choices"][0].get("prompt_logprobs")
     if rows is None or len(rows) != len(sequence):
         raise EngineError(f"Asked for {len(sequence)} prompt log-probs, got {None if rows is None else len(rows)}.")
@@ -156,8 +154,8 @@ def _parse_choice(
         raise EngineError(f"{where}: no token ids or log-probs in the answer. Is it vLLM at this address?")
     if len(listed) != len(logprobs["token_logprobs"]) or not listed:
         raise EngineError(
-            f"{where}: {len(listed)} token ids but {len(logprobs['token_logprobs'])} log-probs; they must be as many, and "
-            "at least one."
+            f"{where}: {len(listed)} token ids but {len(logprobs['token_logprobs'])} log-probs; they must be as many, "
+            "and at least one."
         )
     if logprobs["tokens"] != [f"token_id:{token}" for token in listed]:
         raise EngineError(f"{where}: the log-probs belong to other tokens than the sampled ones.")
@@ -170,8 +168,8 @@ def _parse_choice(
     logps = _as_logps(logprobs["token_logprobs"], where)
     if np.isnan(logps).all():
         raise EngineError(
-            f"{where}: none of {len(logps)} tokens has a usable log-prob, so the engine's logits are garbage. Check the "
-            "weights and the dtype of the server."
+            f"{where}: none of {len(logps)} tokens has a usable log-prob, so the engine's logits are garbage. Check "
+            "the weights and the dtype of the server."
         )
     return Completion(token_ids, logps, _finish_reason(choice, token_ids, request, sampling, where))
 

@@ -29,7 +29,7 @@ from .schema import (
 if TYPE_CHECKING:
     from datasets import Dataset
 
-_OPEN_SHARDS = 256
+_OPEN_SHARDS = 512
 _REPAIR = "StageWriter.resume sets it aside, so that only its groups are generated again."
 
 
@@ -81,57 +81,64 @@ class Shard:
 
     Args:
         path (`Path`): the file.
-        manifest ([`Manifest`]): the stage it must belong to.
-        fingerprint (`str`): `manifest.fingerprint()`, computed once per stage.
+        schema (`pa.Schema`): `arrow_schema` of the stage it must belong to, the fingerprint included.
 
     Raises:
-        StageError: the file is truncated, is of another stage, or breaks an invariant of the format.
+        StageError: the file is truncated or of another stage.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, fingerprint: str):
+    def __init__(self, path: Path, schema: pa.Schema):
         self.path = path
-        batch = _read_batch(path)
-        self._check_origin(batch.schema, manifest, fingerprint)
-        self.batch = batch
-        self.num_rows = batch.num_rows
-        self.prompt_offsets, self.prompt_ids = _list_views(batch.column("prompt_ids"))
-        self.completion_offsets, self.completion_ids = _list_views(batch.column("completion_ids"))
-        logp_offsets, self.behavior_logps = _list_views(batch.column("behavior_logps"))
-        self.advantages = batch.column("advantage").to_numpy()
-        self.groups = batch.column("group").to_numpy()[:: manifest.num_generations]
-        if not np.array_equal(self.completion_offsets, logp_offsets):
-            row = int(np.argmax(self.completion_offsets != logp_offsets)) - 1
-            raise StageError(f"{path}: row {row} has not as many behavior_logps as completion_ids. {_REPAIR}")
-        self._check_rows(manifest)
-
-    def _check_origin(self, schema: pa.Schema, manifest: Manifest, fingerprint: str) -> None:
-        written_under = (schema.metadata or {}).get(FINGERPRINT_KEY, b"none").decode(errors="replace")
-        if written_under != fingerprint or not schema.equals(arrow_schema(manifest.reward_names, fingerprint)):
+        self.batch = _read_batch(path)
+        if not self.batch.schema.equals(schema, check_metadata=True):
             raise StageError(
-                f"{self.path}: written for the stage with fingerprint {written_under}, but the manifest here has "
-                f"{fingerprint}: the shard was copied in from another stage, or the manifest was edited. "
-                "Restore the manifest, or remove the shard and resume filling."
+                f"{path}: written for the stage with fingerprint {_fingerprint(self.batch.schema)}, but the manifest "
+                f"has {_fingerprint(schema)}: the shard was copied in from another stage, or the manifest was edited. "
+                "Restore the manifest, or let StageWriter.resume set the shard aside and generate its groups again."
             )
+        self.num_rows = self.batch.num_rows
+        self.prompt_offsets, self.prompt_ids = self._lists("prompt_ids", np.int32)
+        self.completion_offsets, self.completion_ids = self._lists("completion_ids", np.int32)
+        self.logp_offsets, self.behavior_logps = self._lists("behavior_logps", np.float32)
+        self.advantages = self._numbers("advantage", np.float32)
 
-    def _check_rows(self, manifest: Manifest) -> None:
+    def groups(self, manifest: Manifest) -> np.ndarray:
+        """The shard's groups in the order of its rows, int64 `(n,)`, after checking every row.
+
+        Raises:
+            StageError: the rows are not whole groups of the stage, or break the invariants on lengths.
+        """
         size = manifest.num_generations
-        rows = np.arange(self.num_rows)
-        groups, samples = (self.batch.column(name).to_numpy() for name in ("group", "sample"))
-        whole = self.num_rows % size == 0 and np.array_equal(samples, rows % size)
-        if not whole or not np.array_equal(groups, np.repeat(self.groups, size)):
+        rows, samples = self._numbers("group", np.int64), self._numbers("sample", np.int32)
+        groups = rows[::size]
+        if self.num_rows % size or np.any(samples != np.arange(self.num_rows) % size):
             raise StageError(f"{self.path}: its rows are not whole groups of {size} samples in order. {_REPAIR}")
-        if self.groups.size and not (self.groups.min() >= 0 and self.groups.max() < manifest.num_groups):
+        if np.any(rows != np.repeat(groups, size)) or len(np.unique(groups)) < len(groups):
+            raise StageError(f"{self.path}: its groups are mixed, or one is there twice. {_REPAIR}")
+        if np.any(groups < 0) or np.any(groups >= manifest.num_groups):
             raise StageError(f"{self.path}: holds a group outside 0…{manifest.num_groups - 1}. {_REPAIR}")
-        if len(np.unique(self.groups)) < len(self.groups):
-            raise StageError(f"{self.path}: holds a group twice. {_REPAIR}")
-        if self.num_rows and min(np.diff(self.prompt_offsets).min(), np.diff(self.completion_offsets).min()) < 1:
+        unequal = self.completion_offsets != self.logp_offsets
+        if np.any(unequal):
+            row = int(np.argmax(unequal)) - 1
+            raise StageError(f"{self.path}: row {row} has not as many behavior_logps as completion_ids. {_REPAIR}")
+        if np.any(np.diff(self.prompt_offsets) < 1) or np.any(np.diff(self.completion_offsets) < 1):
             raise StageError(f"{self.path}: holds an empty prompt or response. {_REPAIR}")
+        return groups
+
+    def _numbers(self, name: str, dtype: type[np.generic]) -> np.ndarray:
+        return np.frombuffer(self.batch.column(name).buffers()[1], dtype)[: self.num_rows]
+
+    def _lists(self, name: str, dtype: type[np.generic]) -> tuple[np.ndarray, np.ndarray]:
+        """Offsets int32 `(rows + 1,)` and values of a list column, without a copy."""
+        _, offsets, _, values = self.batch.column(name).buffers()
+        ends = np.frombuffer(offsets, np.int32)[: self.num_rows + 1]
+        return ends, np.frombuffer(values, dtype)[: ends[-1]]
 
 
 class StageReader:
     """Random access to a stage.
 
-    Memory does not grow with it but for 8 bytes a group: rows stay on disk, and at most 256 shards are mapped at a
+    Memory does not grow with it but for 8 bytes a group: rows stay on disk, and at most 512 shards are mapped at a
     time. Safe to share between threads.
 
     Args:
@@ -162,7 +169,7 @@ class StageReader:
                 f"{self.path} is still {self.manifest.status}: training on it would miss groups. Resume filling it, "
                 "or pass allow_filling=True to look at what is there."
             )
-        self._fingerprint = self.manifest.fingerprint()
+        self._schema = arrow_schema(self.manifest.reward_names, self.manifest.fingerprint())
         self._paths = shard_paths(self.path)
         if verify:
             _raise_if_corrupt(self._paths)
@@ -240,10 +247,10 @@ class StageReader:
         return totals.summary()
 
     def _open(self, number: int) -> Shard:
-        return Shard(self._paths[number], self.manifest, self._fingerprint)
+        return Shard(self._paths[number], self._schema)
 
     def _index(self, number: int) -> None:
-        groups = self._open(number).groups
+        groups = self._shard(number).groups(self.manifest)
         twice = groups[self._shard_of[groups] >= 0]
         if twice.size:
             raise StageError(
@@ -319,7 +326,7 @@ class _Totals:
         self._scores: dict[str | None, tuple[float, int]] = dict.fromkeys(names, (0.0, 0))
 
     def add(self, shard: Shard) -> None:
-        self._groups += len(shard.groups)
+        self._groups += shard.num_rows // self._size
         self._responses += shard.num_rows
         self._tokens += len(shard.behavior_logps)
         self._without_logp += int(np.count_nonzero(~(shard.behavior_logps > LOGP_FLOOR)))
@@ -359,14 +366,13 @@ def _read_batch(path: Path) -> pa.RecordBatch:
     return batches[0]
 
 
-def _list_views(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
-    """Offsets int32 `(rows + 1,)` and values of a list column, without a copy."""
-    return column.offsets.to_numpy(), column.values.to_numpy()
+def _fingerprint(schema: pa.Schema) -> str:
+    return (schema.metadata or {}).get(FINGERPRINT_KEY, b"none").decode(errors="replace")
 
 
 def _rewards(batch: pa.RecordBatch, name: str | None) -> np.ndarray:
     column = batch.column("reward") if name is None else batch.column("rewards").field(name)
-    return column.to_numpy(zero_copy_only=False)
+    return np.array(column.to_pylist(), dtype=np.float64)  # null → NaN
 
 
 def _ratio(total: float, count: int) -> float:

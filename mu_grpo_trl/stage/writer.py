@@ -106,8 +106,8 @@ class StageWriter:
 
         Leftover temporary files are removed. Shards that are truncated, corrupt, of another stage, or that repeat a
         group are renamed to `*.rejected`, one warning each, and their groups are missing from `done_groups`. A lost
-        manifest (missing, or not JSON) is written again: the shards carry its fingerprint, so only this very stage's are
-        kept.
+        manifest (missing, or not JSON) is written again: the shards carry its fingerprint, so only this very stage's
+        are kept.
 
         Raises:
             StageError: the folder holds another stage (the message names the first differing field, its stored and its
@@ -128,8 +128,7 @@ class StageWriter:
         """Write beside rank 0, which has already created or resumed the stage: shards named after `rank` ≥ 1.
 
         Raises:
-            StageError: no stage in `path` (also: the folder is not shared between nodes), another stage, or a bad
-            shard.
+            StageError: no stage in `path` (also: a folder not shared between nodes), another stage, or a bad shard.
         """
         if rank < 1:
             raise StageError(
@@ -247,7 +246,7 @@ class StageWriter:
 
     def _new_groups(self, path: Path, known: set[int]) -> set[int]:
         """The groups of a shard, none of which may be in `known`."""
-        groups = Shard(path, self.manifest, self._fingerprint).groups.tolist()
+        groups = Shard(path, self._schema).groups(self.manifest).tolist()
         repeated = known.intersection(groups)
         if repeated:
             raise StageError(f"{path}: group {min(repeated)} is in another shard too: two writers filled the stage.")
@@ -266,8 +265,7 @@ class StageWriter:
     @manifest.setter
     def manifest(self, manifest: Manifest) -> None:
         self._manifest = manifest
-        self._fingerprint = manifest.fingerprint()
-        self._schema = arrow_schema(manifest.reward_names, self._fingerprint)
+        self._schema = arrow_schema(manifest.reward_names, manifest.fingerprint())
 
 
 def _agreeing_manifest(path: Path, expected: Manifest) -> Manifest:

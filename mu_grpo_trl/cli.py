@@ -1,0 +1,28 @@
+"""The console script `mu-grpo`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "train": "train from a recipe: mu-grpo train --config recipes/NAME.yaml [--key value …]",
+    "quickstart": "train a tiny model on sums and show what came of it [--engine transformers|vllm]",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one of `COMMANDS`; errors in what the user gave end with one sentence and exit code 2."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    lines = "\n".join(f"  {name:<12}{text}" for name, text in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="mu-grpo", description=f"commands:\n{lines}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=COMMANDS)
+    command = parser.parse_args(argv[:1]).command
+    if command == "train":
+        from .train import main as run
+    else:
+        from .lab.quickstart import main as run
+    run(argv[1:])

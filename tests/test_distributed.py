@@ -1,0 +1,119 @@
+"""One process, two DDP processes and two ZeRO-3 processes take the same updates on the same stored rollouts."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import PROMPTS, config_options, displacement_errors, run_worker, save_tiny_policy
+
+from mu_grpo_trl.stage.reader import StageReader
+from mu_grpo_trl.stage.schema import GroupRollout, ResponseRow
+from mu_grpo_trl.stage.writer import StageWriter
+
+NUM_UPDATES = 8
+EMPTY_UPDATE, LONELY_UPDATE = 2, 3
+
+
+def sgd_options(output_dir: Path) -> dict:
+    """Plain SGD without gradient clipping, so that the first displacement is the gradient. Micro-batches are small and uneven."""
+    return config_options(
+        output_dir,
+        optim="sgd",
+        learning_rate=1.0,
+        weight_decay=0.0,
+        max_grad_norm=0.0,
+        stage_updates=NUM_UPDATES,
+        max_steps=NUM_UPDATES,
+        max_tokens_per_microbatch=96,
+        max_completion_length=24,
+    )
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> Path:
+    return save_tiny_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def stage(policy: Path, tmp_path_factory) -> Path:
+    """A stage of real rollouts in which one update has nothing to forward and one a single row, so that a rank has none."""
+    folder = tmp_path_factory.mktemp("stage")
+    run_worker(folder, None, {"model": str(policy), "prompts": PROMPTS, **sgd_options(folder)} | {"learning_rate": 0.0})
+    source = StageReader(folder / "stages" / "stage-000")
+    manifest = source.manifest
+    writer = StageWriter.create(folder / "edited", manifest)
+    writer.append([_edited_group(source, group) for group in range(manifest.num_groups)])
+    writer.complete()
+    shutil.copy(folder / "stages" / "run_id", folder / "run_id")
+    return folder
+
+
+def _edited_group(source: StageReader, group: int) -> GroupRollout:
+    manifest = source.manifest
+    advantages = source.advantages([group])[0].copy()
+    update = group // manifest.prompts_per_update
+    if update == EMPTY_UPDATE:
+        advantages[:] = 0
+    if update == LONELY_UPDATE:
+        advantages[:] = 0
+        advantages[0] = -1.5 if group % manifest.prompts_per_update == 0 else 0
+    responses = [source.response(group, sample) for sample in range(manifest.num_generations)]
+    rewards = source.rewards([group])[0]
+    rows = [
+        ResponseRow(
+            completion_ids=np.array(response.completion_ids),
+            behavior_logps=np.array(response.behavior_logps),
+            rewards={manifest.reward_names[0]: float(rewards[i])},
+            reward=float(rewards[i]),
+            advantage=float(advantages[i]),
+            finish_reason="stop",
+        )
+        for i, response in enumerate(responses)
+    ]
+    prompt_ids = np.array(responses[0].prompt_ids)
+    return GroupRollout(group, manifest.prompt_indices[group], prompt_ids, manifest.policy_version, rows)
+
+
+def train(folder: Path, launcher: str | None, policy: Path, stage: Path, **options) -> list[dict[str, torch.Tensor]]:
+    stages = folder / "stages"
+    stages.mkdir(parents=True)
+    shutil.copy(stage / "run_id", stages / "run_id")
+    shutil.copytree(stage / "edited", stages / "stage-000")
+    run_worker(folder, launcher, {"model": str(policy), "prompts": PROMPTS, **sgd_options(folder), **options})
+    return torch.load(folder / "weights.pt")
+
+
+@pytest.fixture(scope="module")
+def single(policy: Path, stage: Path, tmp_path_factory) -> list[dict[str, torch.Tensor]]:
+    return train(tmp_path_factory.mktemp("single"), None, policy, stage)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("launcher", ["ddp", "zero3"])
+def test_two_ranks_take_the_gradients_and_reach_the_weights_of_one_process(launcher, policy, stage, single, tmp_path):
+    weights = train(tmp_path / launcher, launcher, policy, stage)
+    gradients = displacement_errors(single, weights, 1)
+    assert max(gradients.values()) <= 1e-5, gradients
+    final = displacement_errors(single, weights, NUM_UPDATES)
+    assert max(final.values()) <= 1e-4, final
+
+
+def test_one_padded_batch_gives_the_gradient_of_many_uneven_microbatches(policy, stage, single, tmp_path):
+    weights = train(tmp_path / "whole", None, policy, stage, max_tokens_per_microbatch=100_000)
+    assert max(displacement_errors(single, weights, 1).values()) <= 1e-5
+    assert max(displacement_errors(single, weights, NUM_UPDATES).values()) <= 1e-4
+
+
+def test_rows_of_zero_advantage_do_not_change_the_weights_when_forwarded(policy, stage, single, tmp_path):
+    weights = train(tmp_path / "forwarded", None, policy, stage, skip_zero_advantage=False)
+    assert max(displacement_errors(single, weights, 1).values()) <= 1e-6
+    assert max(displacement_errors(single, weights, NUM_UPDATES).values()) <= 1e-5
+
+
+def test_b44_an_update_without_signal_moves_no_weight(single):
+    before, after = single[EMPTY_UPDATE], single[EMPTY_UPDATE + 1]
+    assert all(torch.equal(before[name], after[name]) for name in before)

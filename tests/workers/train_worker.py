@@ -1,0 +1,70 @@
+"""
+One training run on a stored stage, for tests that start processes: `python train_worker.py SPEC.json`, alone or under
+`accelerate launch`. The main process writes the parameters after every update to `<output_dir>/weights.pt`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from mu_grpo_trl import MuGRPOConfig, MuGRPOTrainer
+from mu_grpo_trl.phases import is_zero3, merged_weights
+
+
+def digit_share(completions, **columns) -> list[float]:
+    """A reward with signal for a random model: the share of digits, in tenths."""
+    return [round(10 * sum(c.isdigit() for c in text) / max(len(text), 1)) / 10 for text in completions]
+
+
+class RecordWeights(TrainerCallback):
+    """Keeps all parameters, gathered, before training and after every update."""
+
+    def __init__(self) -> None:
+        self.trainer: MuGRPOTrainer | None = None
+        self.weights: list[dict[str, torch.Tensor]] = []
+
+    def record(self) -> None:
+        trainer = self.trainer
+        tensors = merged_weights(trainer.model, is_zero3(trainer.accelerator))
+        self.weights.append({name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors})
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.record()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.record()
+
+
+def main() -> None:
+    spec = json.loads(open(sys.argv[1]).read())
+    torch.set_num_threads(1)
+    resume = spec.pop("resume", None)
+    model = spec.pop("model")
+    prompts = spec.pop("prompts")
+    peft_config = None
+    if spec.pop("lora", False):
+        from peft import LoraConfig
+
+        peft_config = LoraConfig(r=4, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    recorder = RecordWeights()
+    trainer = MuGRPOTrainer(
+        model=model,
+        reward_funcs=digit_share,
+        args=MuGRPOConfig(**spec),
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        callbacks=[recorder],
+        peft_config=peft_config,
+    )
+    recorder.trainer = trainer
+    trainer.train(resume_from_checkpoint=resume)
+    if trainer.accelerator.is_main_process:
+        torch.save(recorder.weights, f"{trainer.args.output_dir}/weights.pt")
+
+
+if __name__ == "__main__":
+    main()
