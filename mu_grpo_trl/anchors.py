@@ -36,7 +36,9 @@ class AnchorStore:
 
     def write(self, update: int, rank: int, rows: list[tuple[int, int]], logps: list[np.ndarray]) -> None:
         """Store the log-probs `(T,)` of each `(group, sample)` of one update; the file appears whole or not at all."""
-        index = np.array([[*row, len(values)] for row, values in zip(rows, logps, strict=True)], np.int64).reshape(-1, 3)
+        index = np.array([[*row, len(values)] for row, values in zip(rows, logps, strict=True)], np.int64).reshape(
+            -1, 3
+        )
         for name, array in (("logps", np.concatenate([*logps, np.zeros(0, np.float32)])), ("rows", index)):
             temporary = self._folder / f".{name}-{update}-{rank}.npy"
             np.save(temporary, array, allow_pickle=False)

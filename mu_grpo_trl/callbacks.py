@@ -11,6 +11,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
+from .phases import register_fused_head
 from .schedule import Schedule
 from .telemetry import Telemetry
 
@@ -51,7 +52,14 @@ class StageCallback(TrainerCallback, ExportableState):
                 "another `checkpoint-*` folder of the run, or start anew in another `output_dir`."
             ) from error
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        register_fused_head(kwargs["model"])
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._telemetry.base("optimize")
 
     def on_optimizer_step(
@@ -59,9 +67,10 @@ class StageCallback(TrainerCallback, ExportableState):
     ) -> None:
         self._telemetry.base("other")
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         done, schedule = state.global_step, self._schedule
         ends_stage = done == schedule.num_updates or done == schedule.first_update(schedule.stage_of(done))
         if ends_stage and args.save_strategy != SaveStrategy.NO:
             control.should_save = True
-

@@ -23,7 +23,9 @@ _BIASES_RATIO = (
 )
 _OTHER_LOSS = "it belongs to a loss type other than 'grpo'; leave it at its default"
 _STAGED = "μ-GRPO generates a stage at a time; set `stage_updates` (μ) and `prompts_per_update` instead"
-_TEACHER_FORCING = "it makes the forward pass of training another function than the one that sampled, so the ratio is biased"
+_TEACHER_FORCING = (
+    "it makes the forward pass of training another function than the one that sampled, so the ratio is biased"
+)
 
 REFUSED: dict[str, str] = {
     "num_iterations": "each response is used by exactly one update; TRL's other μ is `stage_updates` here",
@@ -61,7 +63,6 @@ REFUSED: dict[str, str] = {
     "entropy_target": "only a fixed `entropy_coef` is supported",
     "max_tool_calling_iterations": "tools are not supported yet",
     "off_policy_mask_threshold": "the veto takes its place; set `veto_scope` and `veto_threshold`",
-    "use_bias_correction_kl": "the KL term is added outside the ratio; leave it off",
     "sapo_temperature_neg": _OTHER_LOSS,
     "sapo_temperature_pos": _OTHER_LOSS,
     "vespo_k_pos": _OTHER_LOSS,
@@ -310,7 +311,9 @@ class MuGRPOConfig(GRPOConfig):
             _require(self, name, lambda v: v is None or v >= 1, "at least 1, or unset")
         for name in ("reward_timeout_s", "rollout_timeout_s", "m2po_threshold"):
             _require(self, name, lambda v: v > 0 and math.isfinite(v), "a positive number")
-        _require(self, "temperature", lambda v: v > 0 and math.isfinite(v), "positive: ratios need a sampling temperature")
+        _require(
+            self, "temperature", lambda v: v > 0 and math.isfinite(v), "positive: ratios need a sampling temperature"
+        )
         _require(self, "veto_threshold", lambda v: 0 < v < 1, "between 0 and 1")
         _require(self, "advantage_eps", lambda v: v >= 0, "0 or more")
         _require(self, "epsilon", lambda v: 0 <= v <= 1, "between 0 and 1: the lower clip is 1 − epsilon")
@@ -326,7 +329,9 @@ class MuGRPOConfig(GRPOConfig):
                 "launch fewer processes."
             )
         if self.objective == "m2po" and self.veto_scope != "none":
-            raise ValueError(f"`veto_scope={self.veto_scope!r}` contradicts `objective='m2po'`, which has no veto. Leave it out.")
+            raise ValueError(
+                f"`veto_scope={self.veto_scope!r}` contradicts `objective='m2po'`, which has no veto. Leave it out."
+            )
         limit = self.context_limit
         if limit is not None and limit < 2:
             raise ValueError(f"A context of {limit} tokens leaves no room for a prompt and a response.")
@@ -358,7 +363,9 @@ class MuGRPOConfig(GRPOConfig):
         for url in self.server_urls if self.vllm_mode == "server" else ():
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ValueError(f"{url!r} in `vllm_server_urls` is not an http(s) address such as http://localhost:8000.")
+                raise ValueError(
+                    f"{url!r} in `vllm_server_urls` is not an http(s) address such as http://localhost:8000."
+                )
 
     @property
     def context_limit(self) -> int | None:

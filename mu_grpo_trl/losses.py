@@ -137,6 +137,7 @@ def mu_grpo_objective(
     veto_scope: VetoScope,
     veto_threshold: float,
     kl_coefficient: float = 0.0,
+    kl_times_ratio: bool = False,
 ) -> LossOutputs:
     """
     Clipped objective with the negative-advantage veto (paper §4; `clip` [0, 5], scope `sequence`, threshold 1e-4).
@@ -152,6 +153,8 @@ def mu_grpo_objective(
         veto_scope (`str`): Which tokens of a triggered response are masked, see `veto_mask`.
         veto_threshold (`float`): τ_c in (0, 1]. With scope `none` it only defines the diagnostics.
         kl_coefficient (`float`): Weight of the KL term; needs `ref_logps` if not 0.
+        kl_times_ratio (`bool`): Multiply the KL term by the ratio, TRL's `use_bias_correction_kl`; by 1 where a token has
+            no usable `b_t`.
 
     Raises:
         ValueError: For bounds, scope, threshold or coefficient outside of the above.
@@ -163,7 +166,7 @@ def mu_grpo_objective(
         )
     low = inputs.policy_logps.new_full((), clip_low, dtype=torch.float64)
     high = inputs.policy_logps.new_full((), clip_high, dtype=torch.float64)
-    return _clipped_objective(inputs, (low, high), veto_scope, veto_threshold, kl_coefficient)
+    return _clipped_objective(inputs, (low, high), veto_scope, veto_threshold, kl_coefficient, kl_times_ratio)
 
 
 def m2po_objective(
@@ -173,6 +176,7 @@ def m2po_objective(
     clip: Tensor | None = None,
     veto_threshold: float = 1e-4,
     kl_coefficient: float = 0.0,
+    kl_times_ratio: bool = False,
 ) -> LossOutputs:
     """
     M2PO: clip the ratio to [exp(−√c), exp(√c)], with c such that the second moment of the log-ratios stays below a
@@ -185,6 +189,8 @@ def m2po_objective(
             √c from `m2po_clip_bound` over a larger set, such as the whole update. By default this micro-batch's own.
         veto_threshold (`float`): τ_c of the diagnostics; M2PO has no veto.
         kl_coefficient (`float`): Weight of the KL term; needs `ref_logps` if not 0.
+        kl_times_ratio (`bool`): Multiply the KL term by the ratio, TRL's `use_bias_correction_kl`; by 1 where a token has
+            no usable `b_t`.
 
     Raises:
         ValueError: For a threshold or a coefficient outside of the above.
@@ -194,7 +200,7 @@ def m2po_objective(
             log_ratios, usable_mask = token_log_ratios(inputs)
         clip = m2po_clip_bound(log_ratios, inputs.advantages, usable_mask, threshold)
     bounds = (torch.exp(-clip), torch.exp(clip))
-    return _clipped_objective(inputs, bounds, "none", veto_threshold, kl_coefficient)
+    return _clipped_objective(inputs, bounds, "none", veto_threshold, kl_coefficient, kl_times_ratio)
 
 
 @torch.no_grad()
@@ -397,6 +403,7 @@ def _clipped_objective(
     veto_scope: VetoScope,
     veto_threshold: float,
     kl_coefficient: float,
+    kl_times_ratio: bool,
 ) -> LossOutputs:
     if kl_coefficient != 0.0 and inputs.ref_logps is None:
         raise ValueError(f"kl_coefficient is {kl_coefficient}, but there are no ref_logps: pass them, or 0.")
@@ -414,7 +421,8 @@ def _clipped_objective(
     if inputs.ref_logps is not None:
         differences = torch.where(inputs.completion_mask, inputs.ref_logps - inputs.policy_logps, 0.0)
         ref_kl = _k3(differences)
-        terms = terms - kl_coefficient * ref_kl if kl_coefficient != 0.0 else terms
+        if kl_coefficient != 0.0:
+            terms = terms - kl_coefficient * (ref_kl * ratios if kl_times_ratio else ref_kl)
         sums |= {"ref_tokens": sums["tokens"], "ref_kl": _total(ref_kl.detach(), inputs.completion_mask)}
     if inputs.entropies is not None:
         entropy = _total(inputs.entropies.detach(), inputs.completion_mask)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -224,28 +224,19 @@ def broadcast_string(accelerator: Accelerator, text: str) -> str:
     return bytes(payload.tolist()).decode()
 
 
-@torch.no_grad()
-def policy_logps(
-    model: nn.Module,
-    sequences: list[list[int]],
-    device: torch.device,
-    autocast: Callable[[], AbstractContextManager] = nullcontext,
-) -> list[torch.Tensor]:
+def register_fused_head(model: nn.Module) -> None:
     """
-    Log-probs (float32, at temperature 1, on CPU) of tokens 1… of each sequence, from a plain forward pass.
+    Tell ZeRO-3 that the model itself reads its LM head's weight, as TRL's fused head does.
 
-    Under ZeRO-3 and FSDP every rank must call it with the same sequences.
+    DeepSpeed finds that out by itself only when the weight happens to be partitioned at that moment; its trace of the
+    modules, recorded before, then is wrong and the next backward pass fails.
     """
-    was_training = model.training
-    model.eval()
-    logps = []
-    for sequence in sequences:
-        ids = torch.tensor([sequence], device=device)
-        with autocast():
-            logits = model(input_ids=ids, use_cache=False).logits
-        logps.append(logits[0, :-1].float().log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].cpu())
-    model.train(was_training)
-    return logps
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    head = base.get_output_embeddings()
+    if hasattr(head.weight, "ds_id"):
+        import deepspeed
+
+        deepspeed.zero.register_external_parameter(base, head.weight)
 
 
 class DeviceHandover:

@@ -50,7 +50,9 @@ def completion_logps(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tenso
 
 
 @torch.no_grad()
-def reference_logps(ref_model: nn.Module | None, model: nn.Module, unwrapped: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+def reference_logps(
+    ref_model: nn.Module | None, model: nn.Module, unwrapped: nn.Module, inputs: dict[str, Tensor]
+) -> Tensor:
     """
     Log-probs `(B, T)` of the generated tokens under the reference policy: `ref_model`, or without one the PEFT `model`
     with TRL's adapter `"ref"`, or with no adapter at all.

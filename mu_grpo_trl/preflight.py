@@ -27,7 +27,9 @@ def refuse_unsupported(tools: Any, rollout_func: Any, environment_factory: Any, 
         ("quantization_config", quantization_config, "a quantized policy cannot be published without loss yet"),
     ):
         if value:
-            raise ValueError(f"`{name}` cannot be honored by MuGRPOTrainer: {reason}. Use GRPOTrainer, or leave it out.")
+            raise ValueError(
+                f"`{name}` cannot be honored by MuGRPOTrainer: {reason}. Use GRPOTrainer, or leave it out."
+            )
 
 
 def text_config(model: Any, trust_remote_code: bool, revision: str | None = None) -> PretrainedConfig:
@@ -36,7 +38,9 @@ def text_config(model: Any, trust_remote_code: bool, revision: str | None = None
     if config is None:
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, revision=revision)
     if hasattr(config, "vision_config"):
-        raise ValueError(f"{config.model_type!r} is a vision-language model; MuGRPOTrainer supports text policies only yet.")
+        raise ValueError(
+            f"{config.model_type!r} is a vision-language model; MuGRPOTrainer supports text policies only yet."
+        )
     return config.get_text_config()
 
 

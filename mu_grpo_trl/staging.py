@@ -23,11 +23,12 @@ from transformers import PreTrainedTokenizerBase
 from .config import MuGRPOConfig
 from .data import dataset_hash, tokenize_prompts, tokenizer_hash
 from .losses import group_advantages
-from .phases import DeviceHandover, broadcast_string, policy_logps, publish
-from .rewards.functions import RewardFunctions, combine
+from .phases import DeviceHandover, broadcast_string, publish
+from .rewards.functions import RewardFunctions
 from .rollout.engine import Engine, EngineError, GroupRequest, GroupResult, SamplingParams
 from .rollout.fill import FillProgress, fill_stage
 from .rollout.rendezvous import Rendezvous
+from .rollout.transformers_engine import sequence_logps
 from .schedule import Schedule
 from .stage.reader import StageReader
 from .stage.schema import GROUPS_NAME, MANIFEST_NAME, GroupRollout, Manifest, ResponseRow, StageError, read_manifest
@@ -41,6 +42,7 @@ Result = TypeVar("Result")
 RUN_ID_FILE = "run_id"
 NUM_PROBES = 4
 PROBE_TOKENS = 64
+NO_SIGNAL_SHARE = 0.95
 IN_PROCESS_ROWS = 256
 
 
@@ -120,14 +122,32 @@ class StageMaker:
                     self._accelerator, model, self._tokenizer, folder / "policy", untie=self._needs_untied_head
                 )
                 probes = self._probe_sequences(stage)
-                expected = policy_logps(model, probes, self._accelerator.device, self._training.autocast)
+                expected = sequence_logps(model, probes, self._accelerator.device, self._training.autocast)
             if not self._is_complete(stage, policy_hash):
                 with self._telemetry.interval("handover"):
                     self._handover.offload(self._training.wrapped_model(), self._training.optimizer())
                 self._generate(stage, policy_hash, probes, expected)
                 with self._telemetry.interval("handover"):
                     self._handover.restore(self._training.wrapped_model(), self._training.optimizer())
-            return StageReader(folder)
+            reader = StageReader(folder)
+            self._check_signal(reader)
+            return reader
+
+    def _check_signal(self, reader: StageReader) -> None:
+        """Warn, or stop if `no_signal` says so, before updates are spent on a stage with hardly anything to learn from."""
+        summary = reader.summary()
+        if max(summary.zero_advantage_group_share, summary.truncated_share) < NO_SIGNAL_SHARE:
+            return
+        message = (
+            f"{reader.path}: {summary.zero_advantage_group_share:.1%} of its groups have equal rewards and "
+            f"{summary.truncated_share:.1%} of its responses were cut (mean reward {summary.mean_reward:.4g}, "
+            f"{summary.unscorable_responses} unscorable): {reader.manifest.num_updates} updates on it would learn next to "
+            "nothing. Check the reward function, the prompts' difficulty and `max_completion_length`."
+        )
+        if self._config.no_signal == "stop":
+            raise StageError(f"{message} The stage is kept; `no_signal: warn` trains on it all the same.")
+        if self._accelerator.is_main_process:
+            logger.warning(message)
 
     def reopen(self, stage: int, policy_hash: str) -> StageReader:
         """
@@ -322,12 +342,14 @@ class StageMaker:
         prompt = example["prompt"]
         ids = [completion.token_ids.tolist() for completion in result.completions]
         texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
-        completions = texts if isinstance(prompt, str) else [[{"role": "assistant", "content": text}] for text in texts]
+        completions = (
+            texts if isinstance(prompt, str) else [[{"role": "assistant", "content": text}] for text in texts]
+        )
         columns = {name: [value] * size for name, value in example.items() if name != "prompt"}
         per_function = self._rewards.score(
             prompts=[prompt] * size, completions=completions, completion_ids=ids, columns=columns
         )
-        rewards = combine(per_function, self._rewards.weights)
+        rewards = self._rewards.combine(per_function)
         advantages = group_advantages(
             torch.from_numpy(rewards), config.advantage_eps, scale=config.scale_rewards == "group"
         ).tolist()

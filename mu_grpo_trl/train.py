@@ -10,7 +10,6 @@ One process: `mu-grpo train --config recipes/quickstart.yaml`.
 from __future__ import annotations
 
 import difflib
-import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -24,11 +23,8 @@ from trl import ModelConfig, TrlParser, get_peft_config
 from .config import MuGRPOConfig
 from .data import PAPER_PROMPT, load_prompts
 from .lab import load_task
-from .rewards.functions import resolve_reward
 from .rewards.math import check_golds
 from .trainer import MuGRPOTrainer
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -65,7 +61,9 @@ class ScriptArguments:
     reward_funcs: list[str] = field(
         default_factory=lambda: ["math"], metadata={"help": "math, module:function, or a reward model's id."}
     )
-    reward_model_name_or_path: str | None = field(default=None, metadata={"help": "A reward model, beside reward_funcs."})
+    reward_model_name_or_path: str | None = field(
+        default=None, metadata={"help": "A reward model, beside reward_funcs."}
+    )
     resume: str | None = field(
         default=None, metadata={"help": "'auto': go on from the newest checkpoint in output_dir, if there is one."}
     )
@@ -153,12 +151,9 @@ def load_dataset(script: ScriptArguments) -> Dataset:
 def make_rewards(script: ScriptArguments, config: MuGRPOConfig, dataset: Dataset) -> list[Any]:
     """The recipe's reward functions; golds are checked once if math-verify judges them."""
     if "math" in script.reward_funcs and "answer" in dataset.column_names:
-        logger.warning("%s", check_golds(dataset["answer"], workers=config.reward_threads))
-    rewards = [
-        resolve_reward(name, workers=config.reward_threads, timeout_s=config.reward_timeout_s)
-        for name in script.reward_funcs
-    ]
-    return [*rewards, script.reward_model_name_or_path] if script.reward_model_name_or_path else rewards
+        check_golds(dataset["answer"], workers=config.reward_threads)
+    model = script.reward_model_name_or_path
+    return [*script.reward_funcs, model] if model else list(script.reward_funcs)
 
 
 def make_trainer(script: ScriptArguments, config: MuGRPOConfig, model: ModelConfig) -> MuGRPOTrainer:

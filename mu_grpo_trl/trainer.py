@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +18,7 @@ from trl.trainer.utils import get_config_model_id
 from .anchors import AnchorStore, recompute_anchors
 from .callbacks import StageCallback
 from .config import MuGRPOConfig
-from .losses import SUM_NAMES, LossInputs, m2po_clip_bound, metrics_from_sums, token_log_ratios
+from .losses import SUM_NAMES, LossInputs, metrics_from_sums
 from .phases import is_sharded
 from .policy import completion_logps, reference_logps, use_lean_head_in_training
 from .preflight import check_dataset, context_length, make_vllm_engine, refuse_unsupported, text_config
@@ -27,13 +26,9 @@ from .rewards.functions import RewardFunctions
 from .rollout.engine import EngineError
 from .rollout.transformers_engine import TransformersEngine
 from .schedule import Schedule
-from .stage.reader import StageReader
-from .stage.schema import StageError
 from .staging import StageMaker, TrainingState
 from .telemetry import Telemetry, write_summary
-from .update import BatchOptions, StageBatches, UpdateBatch, make_objective
-
-logger = logging.getLogger(__name__)
+from .update import BatchOptions, StageBatches, UpdateBatch, m2po_update_clip, make_objective
 
 _PAPER = {
     "title": "How Off-Policy Can GRPO Be? μ-GRPO for Efficient LLM Reinforcement Learning",
@@ -97,7 +92,9 @@ class MuGRPOTrainer(GRPOTrainer):
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = MuGRPOConfig(f"{name.split('/')[-1]}-mu-GRPO")
         if not isinstance(args, MuGRPOConfig):
-            raise TypeError(f"`args` is a {type(args).__name__}. Use `MuGRPOConfig`: it takes the same options and more.")
+            raise TypeError(
+                f"`args` is a {type(args).__name__}. Use `MuGRPOConfig`: it takes the same options and more."
+            )
         revision = (args.model_init_kwargs or {}).get("revision")
         model_config = text_config(model, args.trust_remote_code, revision)
         if processing_class is None:
@@ -108,7 +105,9 @@ class MuGRPOTrainer(GRPOTrainer):
                 trust_remote_code=args.trust_remote_code,
             )
         if not isinstance(processing_class, PreTrainedTokenizerBase):
-            raise TypeError(f"`processing_class` is a {type(processing_class).__name__}, not a tokenizer: text only yet.")
+            raise TypeError(
+                f"`processing_class` is a {type(processing_class).__name__}, not a tokenizer: text only yet."
+            )
         limit = context_length(args, model_config)
         train_dataset, report = check_dataset(train_dataset, args, processing_class, limit)
         args.max_steps = Schedule.num_updates_for(
@@ -136,7 +135,7 @@ class MuGRPOTrainer(GRPOTrainer):
         use_vllm, args.use_vllm = args.use_vllm, False  # the parent would start an engine of its own
         super().__init__(
             model=model,
-            reward_funcs=list(self.rewards._functions.values()),
+            reward_funcs=self.rewards.callables,
             args=args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
@@ -152,6 +151,7 @@ class MuGRPOTrainer(GRPOTrainer):
                 "`router_aux_loss_coef=0.0`."
             )
         self.log_completions = False  # the parent would write its table at every log; ours is written once a stage
+        self.rewards.to(self.accelerator.device)
         self.telemetry = Telemetry()
         self.stage_callback = StageCallback(self.schedule, self.telemetry)
         self.add_callback(self.stage_callback)
@@ -186,7 +186,10 @@ class MuGRPOTrainer(GRPOTrainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """One tick per update and epoch; not prepared, so that every rank gets every tick."""
-        ticks = [{"tick": torch.tensor(tick)} for tick in range(max(1, len(self.train_dataset) // self.schedule.prompts_per_update))]
+        ticks = [
+            {"tick": torch.tensor(tick)}
+            for tick in range(max(1, len(self.train_dataset) // self.schedule.prompts_per_update))
+        ]
         return DataLoader(ticks, batch_size=1, collate_fn=lambda batch: batch[0], generator=torch.Generator())
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
@@ -265,7 +268,6 @@ class MuGRPOTrainer(GRPOTrainer):
                 reader = self.stage_maker.reopen(stage, callback.policy_hash)
             else:
                 reader = self.stage_maker.make(stage)
-            self._check_signal(reader)
             callback.stage, callback.policy_hash = stage, reader.manifest.policy_hash
             self._batches = StageBatches(
                 reader, self.schedule, stage, self.accelerator.process_index, self.accelerator.num_processes,
@@ -274,26 +276,6 @@ class MuGRPOTrainer(GRPOTrainer):
             if self.args.anchor == "trainer":
                 self._use_trainer_anchors(self._batches)
         return self._batches
-
-    def _check_signal(self, reader: StageReader) -> None:
-        """
-        Before a stage's updates are spent: is there anything in it to learn from?
-
-        Raises:
-            `StageError`: hardly anything, and `no_signal` is `"stop"`.
-        """
-        summary = reader.summary()
-        if summary.zero_advantage_group_share < 0.95 and summary.truncated_share < 0.95:
-            return
-        message = (
-            f"{reader.path}: {summary.zero_advantage_group_share:.1%} of its groups have equal rewards and "
-            f"{summary.truncated_share:.1%} of its responses were cut (mean reward {summary.mean_reward:.4g}, "
-            f"{summary.unscorable_responses} unscorable): {self.schedule.updates_in(reader.manifest.stage)} updates on it "
-            "would learn next to nothing. Check the reward function, the prompts' difficulty and `max_completion_length`."
-        )
-        if self.args.no_signal == "stop":
-            raise StageError(f"{message} The stage is kept; `no_signal: warn` trains on it all the same.")
-        logger.warning(message)
 
     def _use_trainer_anchors(self, batches: StageBatches) -> None:
         store, first = AnchorStore(batches.reader.path), self.schedule.first_update(batches.stage)
@@ -337,16 +319,10 @@ class MuGRPOTrainer(GRPOTrainer):
         """M2PO's clip over the tokens of the whole update, which takes a forward pass before the first backward."""
         if self.args.objective != "m2po" or self.args.m2po_scope != "update":
             return {}
-        reachable = []
-        for microbatch in self._update.microbatches:
-            inputs = Trainer._prepare_inputs(self, microbatch)
-            with self.compute_loss_context_manager():
-                loss_inputs = self._loss_inputs(model, inputs)
-            log_ratios, usable_mask = token_log_ratios(loss_inputs)
-            reachable.append((log_ratios * loss_inputs.advantages.sign()[:, None])[usable_mask].clamp(min=0))
-        values = self.accelerator.gather(self.accelerator.pad_across_processes(torch.cat(reachable)))
-        bound = m2po_clip_bound(values, torch.ones_like(values), values > 0, self.args.m2po_threshold)
-        return {"clip": bound}
+        with self.compute_loss_context_manager():
+            prepared = [Trainer._prepare_inputs(self, microbatch) for microbatch in self._update.microbatches]
+            loss_inputs = [self._loss_inputs(model, inputs) for inputs in prepared]
+        return {"clip": m2po_update_clip(loss_inputs, self.accelerator, self.args.m2po_threshold)}
 
     # Logging, evaluation, checkpoints
 
@@ -403,7 +379,9 @@ class MuGRPOTrainer(GRPOTrainer):
             self.telemetry.stop()
             self._end_engines()
         if self.accelerator.is_main_process:
-            write_summary(Path(self.args.output_dir) / "summary.json", self.telemetry, self.schedule, self.state.global_step)
+            write_summary(
+                Path(self.args.output_dir) / "summary.json", self.telemetry, self.schedule, self.state.global_step
+            )
         return output
 
     def _end_engines(self) -> None:

@@ -9,10 +9,19 @@ from functools import partial
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 
 from .anchors import AnchorStore
 from .config import MuGRPOConfig
-from .losses import LossOutputs, m2po_objective, mu_grpo_objective, skipped_sums
+from .losses import (
+    LossInputs,
+    LossOutputs,
+    m2po_clip_bound,
+    m2po_objective,
+    mu_grpo_objective,
+    skipped_sums,
+    token_log_ratios,
+)
 from .schedule import Schedule
 from .stage.batches import UpdatePlan, collate, plan_update
 from .stage.reader import StageReader
@@ -167,6 +176,7 @@ def make_objective(config: MuGRPOConfig) -> Callable[..., LossOutputs]:
             threshold=config.m2po_threshold,
             veto_threshold=config.veto_threshold,
             kl_coefficient=config.beta,
+            kl_times_ratio=config.use_bias_correction_kl,
         )
     clip_low, clip_high = config.clip_range
     return partial(
@@ -176,7 +186,19 @@ def make_objective(config: MuGRPOConfig) -> Callable[..., LossOutputs]:
         veto_scope=config.veto_scope,
         veto_threshold=config.veto_threshold,
         kl_coefficient=config.beta,
+        kl_times_ratio=config.use_bias_correction_kl,
     )
+
+
+def m2po_update_clip(microbatches: list[LossInputs], accelerator: Accelerator, threshold: float) -> torch.Tensor:
+    """M2PO's bound √c of the log-ratio over the tokens of all micro-batches of all ranks. Collective."""
+    reachable = []
+    for inputs in microbatches:
+        log_ratios, usable_mask = token_log_ratios(inputs)
+        reachable.append((log_ratios * inputs.advantages.sign()[:, None])[usable_mask].clamp(min=0))
+    # Padding is 0, like every token that clipping cannot reach.
+    values = accelerator.gather(accelerator.pad_across_processes(torch.cat(reachable)))
+    return m2po_clip_bound(values, torch.ones_like(values), values > 0, threshold)
 
 
 def _rollout_metrics(

@@ -74,6 +74,7 @@ class StubVLLM:
         self._max_model_len, self._name = max_model_len, name
         self._weights = _table(policy)
         self._loop = asyncio.new_event_loop()
+        self._stopping = asyncio.Event()
 
     def start(self) -> str:
         """Address of the started server."""
@@ -83,6 +84,7 @@ class StubVLLM:
         return self.url
 
     def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._stopping.set)
         asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -164,7 +166,7 @@ class StubVLLM:
             assert request.transport is not None
             request.transport.abort()
         elif fault == "hang":
-            await asyncio.sleep(3600)
+            await self._stopping.wait()
         elif fault == "crash":
             os._exit(3)
         elif fault == "freeze":

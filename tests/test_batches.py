@@ -149,6 +149,11 @@ def test_a_long_tailed_update_is_padded_under_5_and_imbalanced_under_3_percent(n
         assert plan.imbalance < 0.03
 
 
+def test_balance_is_reached_by_swaps_rather_than_by_finer_cuts():
+    counts = [len(plan_update(*long_tailed_update(seed), 8, 16_384).microbatches[0]) for seed in range(10)]
+    assert sum(counts) / 10 <= 5
+
+
 def test_packed_rows_need_few_micro_batches():
     prompts, completions = long_tailed_update(0)
     total = int((prompts + completions).sum())

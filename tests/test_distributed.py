@@ -42,7 +42,9 @@ def policy(tmp_path_factory) -> Path:
 def stage(policy: Path, tmp_path_factory) -> Path:
     """A stage of real rollouts in which one update has nothing to forward and one a single row, so that a rank has none."""
     folder = tmp_path_factory.mktemp("stage")
-    run_worker(folder, None, {"model": str(policy), "prompts": PROMPTS, **sgd_options(folder)} | {"learning_rate": 0.0})
+    run_worker(
+        folder, None, {"model": str(policy), "prompts": PROMPTS, **sgd_options(folder)} | {"learning_rate": 0.0}
+    )
     source = StageReader(folder / "stages" / "stage-000")
     manifest = source.manifest
     writer = StageWriter.create(folder / "edited", manifest)
@@ -111,7 +113,7 @@ def test_one_padded_batch_gives_the_gradient_of_many_uneven_microbatches(policy,
 def test_rows_of_zero_advantage_do_not_change_the_weights_when_forwarded(policy, stage, single, tmp_path):
     weights = train(tmp_path / "forwarded", None, policy, stage, skip_zero_advantage=False)
     assert max(displacement_errors(single, weights, 1).values()) <= 1e-6
-    assert max(displacement_errors(single, weights, NUM_UPDATES).values()) <= 1e-5
+    assert max(displacement_errors(single, weights, NUM_UPDATES).values()) <= 1e-4
 
 
 def test_b44_an_update_without_signal_moves_no_weight(single):

@@ -243,7 +243,8 @@ def test_sum_prompts_have_one_length_and_responses_fit(smollm2):
     _, tokenizer = smollm2
     sums = make_sums(50, seed=2)
     lengths = {
-        len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]) for prompt in sums["prompt"]
+        len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"])
+        for prompt in sums["prompt"]
     }
     assert lengths == {53}
     assert len(tokenizer("99 + 99 = 198<|im_end|>").input_ids) <= LIMIT

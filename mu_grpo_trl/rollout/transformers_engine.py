@@ -13,7 +13,6 @@ import transformers
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.integrations import deepspeed as hf_deepspeed
 
-from ..phases import policy_logps
 from .engine import Completion, EngineError, GroupRequest, GroupResult, SamplingParams
 
 COMPACT_BELOW = 0.75
@@ -57,7 +56,7 @@ class TransformersEngine:
             self._model = load_unsharded(policy, self._device)
 
     def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
-        logps = policy_logps(self._require_model(), sequences, self._device, self._autocast)
+        logps = sequence_logps(self._require_model(), sequences, self._device, self._autocast)
         return [sequence.numpy() for sequence in logps]
 
     def generate(self, requests: Iterable[GroupRequest], sampling: SamplingParams) -> Iterator[GroupResult]:
@@ -147,8 +146,32 @@ class TransformersEngine:
         return output.logits[:, -1], cache, mask
 
 
+@torch.no_grad()
+def sequence_logps(
+    model: nn.Module,
+    sequences: list[list[int]],
+    device: torch.device,
+    autocast: Callable[[], AbstractContextManager] = nullcontext,
+) -> list[torch.Tensor]:
+    """
+    Log-probs (float32, at temperature 1, on CPU) of tokens 1… of each sequence, from a plain forward pass.
+
+    Under ZeRO-3 and FSDP every rank must call it with the same sequences.
+    """
+    was_training = model.training
+    model.eval()
+    logps = []
+    for sequence in sequences:
+        ids = torch.tensor([sequence], device=device)
+        with autocast():
+            logits = model(input_ids=ids, use_cache=False).logits
+        logps.append(logits[0, :-1].float().log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].cpu())
+    model.train(was_training)
+    return logps
+
+
 @contextmanager
-def _whole_models() -> Iterator[None]:
+def whole_models() -> Iterator[None]:
     """Inside the block `from_pretrained` loads whole models on this rank alone, whatever sharding is configured."""
     reference = hf_deepspeed._hf_deepspeed_config_weak_ref
     ram_efficient = os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
@@ -163,7 +186,7 @@ def _whole_models() -> Iterator[None]:
 
 def load_unsharded(policy: Path, device: torch.device) -> PreTrainedModel:
     """A whole, frozen copy of the policy in folder `policy` on `device`, also under ZeRO-3 and FSDP."""
-    with _whole_models():
+    with whole_models():
         model = AutoModelForCausalLM.from_pretrained(policy, dtype="auto", local_files_only=True)
     return model.to(device).eval().requires_grad_(False)
 

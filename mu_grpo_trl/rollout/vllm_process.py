@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -191,7 +190,7 @@ class ManagedServer:
         process.wait()
 
     def log_tail(self) -> str:
-        """What the server wrote since it was last started: the first lines that speak of errors, and the last lines."""
+        """Of what the server wrote since its last start: the first lines that speak of errors, and the last lines."""
         if not self.log_path.exists():
             return ""
         with self.log_path.open("rb") as log:
@@ -276,5 +275,5 @@ def _answers(url: str) -> bool:
     try:
         with opener.open(url, timeout=5.0) as response:
             return response.status == 200
-    except (OSError, urllib.error.HTTPError):
+    except OSError:
         return False

@@ -274,10 +274,11 @@ def _balance(costs: Sequence[float], num_ranks: int, capacity: int, goal: float)
 def _best_swap(
     bins: list[list[int]], load: list[float], costs: Sequence[float], top: int, capacity: int
 ) -> tuple[int, int, int | None] | None:
-    """The swap of an item of rank `top` with one of another rank, or with none, that lowers their higher load most."""
+    """The swap of an item of `top` for one, or none, of a rank below the mean that lowers their higher load most."""
     lowest, best = load[top], None
+    mean = sum(load) / len(load)
     for other in range(len(bins)):
-        if load[other] >= lowest:
+        if load[other] >= mean:
             continue
         options: list[int | None] = [*bins[other]] if len(bins[other]) >= capacity else [*bins[other], None]
         for taken in options:

@@ -150,6 +150,7 @@ class StageWriter:
         with self._mutex:
             if self.manifest.status == "complete":
                 raise StageError(f"{self.path} is complete: nothing can be appended. Start another stage.")
+            self._check_open()
             counts = Counter(group.group for group in groups)
             repeated = [group for group, count in counts.items() if count > 1 or group in self.done_groups]
             if repeated:
@@ -171,6 +172,7 @@ class StageWriter:
                 f"rank {self.rank} cannot complete a stage. Let rank 0 do it when all ranks have written."
             )
         with self._mutex:
+            self._check_open()
             on_disk: set[int] = set()
             for path in shard_paths(self.path):
                 on_disk.update(self._new_groups(path, on_disk))
@@ -207,6 +209,12 @@ class StageWriter:
             ) from error
         except OSError as error:
             logger.warning("%s cannot be locked (%s): make sure that only one run writes there.", folder, error)
+
+    def _check_open(self) -> None:
+        if self.rank == 0 and self._lock is None:
+            raise StageError(
+                f"{self.path}: this writer was closed, or is a forked child's copy. Resume the stage instead."
+            )
 
     def _adopt_manifest(self) -> None:
         """Take over the stored manifest if it agrees, or write the expected one if it was lost."""

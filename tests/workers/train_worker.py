@@ -40,7 +40,15 @@ class RecordWeights(TrainerCallback):
         self.record()
 
 
+def skip_compiling_deepspeed_ops() -> None:
+    """ZeRO on the CPU would build an extension for shared-memory reduction, which needs a compiler and a minute."""
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def main() -> None:
+    skip_compiling_deepspeed_ops()
     spec = json.loads(open(sys.argv[1]).read())
     torch.set_num_threads(1)
     resume = spec.pop("resume", None)
