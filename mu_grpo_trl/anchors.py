@@ -12,6 +12,8 @@ import numpy as np
 from accelerate import Accelerator
 from torch import Tensor
 
+from .stage.schema import StageError
+
 if TYPE_CHECKING:
     from .update import StageBatches
 
@@ -54,28 +56,37 @@ class AnchorStore:
                 start += length
 
     def logps(self, group: int, sample: int) -> np.ndarray:
-        """Recomputed log-probs float32 `(T,)` of one response."""
+        """
+        Recomputed log-probs float32 `(T,)` of one response.
+
+        Raises:
+            `StageError`: they are not stored.
+        """
+        if (group, sample) not in self._rows:
+            raise StageError(
+                f"{self._folder} has no log-probs of group {group}, sample {sample}: files were removed. Resume from a "
+                "checkpoint at a stage boundary: they are computed anew there."
+            )
         path, start, stop = self._rows[group, sample]
         return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False)[start:stop])
 
 
 def recompute_anchors(
-    store: AnchorStore,
     batches: StageBatches,
     updates: Iterable[int],
     accelerator: Accelerator,
     logps_of: Callable[[dict[str, Tensor]], Tensor],
 ) -> None:
     """
-    Fill `store` with the current policy's log-probs of every row the `updates` will forward. Collective.
+    Store the current policy's log-probs of every row the `updates` will forward. Collective.
 
     Args:
-        store (`AnchorStore`): of the stage; what it held is replaced.
-        batches (`StageBatches`): of the stage, still without anchors.
+        batches (`StageBatches`): of the stage, still without anchors; what was stored for it is replaced.
         updates (`Iterable[int]`): all updates of the stage.
         accelerator (`Accelerator`): the trainer's.
         logps_of (`Callable`): log-probs `(B, T)` of a micro-batch, without gradient.
     """
+    store = AnchorStore(batches.reader.path)
     if accelerator.is_main_process:
         store.clear()
     accelerator.wait_for_everyone()

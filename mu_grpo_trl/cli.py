@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -13,7 +14,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one of `COMMANDS`; errors in what the user gave end with one sentence and exit code 2."""
+    """Run one of `COMMANDS`. What the user can mend ends with its message and exit code 2."""
     argv = list(sys.argv[1:] if argv is None else argv)
     lines = "\n".join(f"  {name:<12}{text}" for name, text in COMMANDS.items())
     parser = argparse.ArgumentParser(
@@ -21,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("command", choices=COMMANDS)
     command = parser.parse_args(argv[:1]).command
+    sys.path.insert(0, os.getcwd())  # as with `python -m`: `module:function` rewards may lie in the working directory
     if command == "train":
         from .train import main as run
     else:

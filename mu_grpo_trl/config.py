@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
 import sys
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 from urllib.parse import urlsplit
 
 import torch
 from trl import GRPOConfig
+
+from .options import as_declared, nearest
 
 OBJECTIVES = ("mu_grpo", "grpo", "m2po")
 VETO_SCOPES = ("sequence", "suffix", "non_trigger_suffix", "trigger", "none")
@@ -33,7 +36,8 @@ REFUSED: dict[str, str] = {
     "generation_batch_size": _STAGED,
     "gradient_accumulation_steps": (
         "an update is split into micro-batches by `max_tokens_per_microbatch` and `per_device_train_batch_size`; set "
-        "`prompts_per_update` to per_device_train_batch_size × gradient_accumulation_steps × processes ÷ num_generations"
+        "`prompts_per_update` to the product of per-device batch size, accumulation steps and processes, divided by "
+        "`num_generations`"
     ),
     "top_p": _BIASES_RATIO,
     "top_k": _BIASES_RATIO,
@@ -76,8 +80,13 @@ REFUSED: dict[str, str] = {
     "ignore_data_skip": "it breaks the position within a stage on resume",
     "label_smoothing_factor": "the objective has no labels to smooth",
     "neftune_noise_alpha": _TEACHER_FORCING,
-    "use_liger_kernel": "it replaces the forward that returns log-probs; use `model_init_kwargs={'use_kernels': True}`",
-    "split_batches": "rows are balanced over ranks by tokens",
+    "use_liger_kernel": "it replaces the forward that gives log-probs; set `model_init_kwargs={'use_kernels': True}`",
+    "liger_kernel_config": "it configures `use_liger_kernel`, which replaces the forward that returns log-probs",
+    "average_tokens_across_devices": "the objective always averages over all responses of the update, on all ranks",
+    "data_seed": "the order of the prompts follows from `seed` alone, so that a stage can be made again",
+    "train_sampling_strategy": "epochs are permuted by `seed`; `shuffle_dataset=False` keeps the dataset's own order",
+    "include_num_input_tokens_seen": "the log already has the tokens generated, forwarded and trained on",
+    "remove_unused_columns": "reward functions read the dataset's columns",
 }
 """Inherited options that cannot be honored, with the reason. A value other than the default raises `ValueError`."""
 
@@ -85,8 +94,14 @@ _ALSO_ACCEPTED: dict[str, tuple[Any, ...]] = {
     "router_aux_loss_coef": (0.0,),
     "top_k": (-1,),
     "min_p": (0.0,),
-    "scale_rewards": ("group", "none"),
+    "pad_to_multiple_of": (None,),
+    "average_tokens_across_devices": (None,),
+    "include_num_input_tokens_seen": (False,),
 }
+"""Values that ask for what the default does, and become it."""
+
+_SECRET = "<VLLM_API_KEY>"
+TAKES_BOOL_TOO = ("scale_rewards", "resume_from_checkpoint")  # TRL and transformers take bools for these as well
 
 
 @dataclass
@@ -148,7 +163,7 @@ class MuGRPOConfig(GRPOConfig):
         vllm_server_args (`list[str]`, *optional*):
             More command-line arguments of managed servers, e.g. `["--enforce-eager"]`.
         vllm_api_key (`str`, *optional*):
-            Key sent to the servers; never logged or written. Defaults to the environment's `VLLM_API_KEY`.
+            Key sent to the servers; never logged, written or pickled. Defaults to the environment's `VLLM_API_KEY`.
         max_context_length (`int`, *optional*):
             Limit on prompt and response together, in tokens. Defaults to `vllm_max_model_length`, then to what the
             model supports.
@@ -246,31 +261,41 @@ class MuGRPOConfig(GRPOConfig):
     probe_tolerance: float | None = field(default=None, metadata={"help": "Mean |Δ log-prob| allowed, in nats."})
 
     def __post_init__(self) -> None:
+        self._convert_values()
         self._refuse_what_cannot_be_honored()
+        self._check_choices()
         self._fill_defaults_of_objective()
+        self._check_ranges()
         # The parent derives its generation batch from these; both are meaningless here and are set back below.
         self.steps_per_generation, self.generation_batch_size = self.num_generations, None
         super().__post_init__()
         self.steps_per_generation = self.generation_batch_size = None
         self.generation_kwargs = _as_dict("generation_kwargs", self.generation_kwargs)
         self.chat_template_kwargs = _as_dict("chat_template_kwargs", self.chat_template_kwargs)
-        self._check_choices()
-        self._check_ranges()
+        self._check_shares_of_ranks()
+        self._check_accelerator()
         self._check_generation_kwargs()
         self._check_vllm()
+
+    def _convert_values(self) -> None:
+        for name, annotation in get_type_hints(type(self)).items():
+            if name in self.__dataclass_fields__ and name not in TAKES_BOOL_TOO:
+                setattr(self, name, as_declared(name, getattr(self, name), annotation))
+        if self.vllm_api_key == _SECRET:  # what `to_dict` writes in its place
+            self.vllm_api_key = None
 
     def _refuse_what_cannot_be_honored(self) -> None:
         defaults = {f.name: f.default if f.default is not MISSING else None for f in fields(self)}
         for name, reason in REFUSED.items():
-            if name not in defaults:
-                continue
             value = getattr(self, name)
-            if value != defaults[name] and value not in _ALSO_ACCEPTED.get(name, ()):
+            if value in _ALSO_ACCEPTED.get(name, ()):
+                setattr(self, name, defaults[name] if name != "router_aux_loss_coef" else value)
+            elif value != defaults[name]:
                 raise ValueError(f"`{name}={value!r}` cannot be honored by μ-GRPO: {reason}.")
         if self.scale_rewards not in (True, False, "group", "none"):
             raise ValueError(
-                f"`scale_rewards={self.scale_rewards!r}` cannot be honored by μ-GRPO: advantages are computed group by "
-                "group as groups finish. Use 'group' or 'none'."
+                f"`scale_rewards={self.scale_rewards!r}` cannot be honored by μ-GRPO: advantages are computed as each "
+                "group finishes, from that group alone. Use 'group' or 'none'."
             )
 
     def _fill_defaults_of_objective(self) -> None:
@@ -287,11 +312,12 @@ class MuGRPOConfig(GRPOConfig):
         choices = {
             "objective": OBJECTIVES,
             "anchor": ("engine", "trainer"),
-            "veto_scope": VETO_SCOPES,
+            "veto_scope": (None, *VETO_SCOPES),
             "m2po_scope": ("microbatch", "update"),
             "rollout_engine": ("vllm", "transformers"),
             "vllm_mode": ("managed", "server"),
             "vllm_release": ("sleep", "stop", "keep"),
+            "vllm_model_impl": ("vllm", "transformers"),
             "overlong_prompts": ("error", "drop"),
             "reward_error": ("stop", "unscorable"),
             "no_signal": ("warn", "stop"),
@@ -299,42 +325,70 @@ class MuGRPOConfig(GRPOConfig):
         for name, allowed in choices.items():
             value = getattr(self, name)
             if value not in allowed:
-                hint = " TRL's 'colocate' is called 'managed' here." if value == "colocate" else ""
-                raise ValueError(f"`{name}={value!r}` is not one of {', '.join(map(repr, allowed))}.{hint}")
+                named = [choice for choice in allowed if choice is not None]
+                hint = " TRL's 'colocate' is called 'managed' here." if value == "colocate" else nearest(value, named)
+                raise ValueError(f"`{name}={value!r}` is not one of {', '.join(map(repr, named))}.{hint}")
 
     def _check_ranges(self) -> None:
-        for name in ("prompts_per_update", "stage_updates", "max_tokens_per_microbatch"):
+        for name in (
+            "prompts_per_update", "stage_updates", "max_tokens_per_microbatch", "max_completion_length",
+            "per_device_train_batch_size", "vllm_tensor_parallel_size",
+        ):  # fmt: skip
             _require(self, name, lambda v: v >= 1, "at least 1")
         for name in ("keep_stages", "keep_policies", "reward_workers"):
             _require(self, name, lambda v: v is None or v >= 0, "0 or more, or unset")
-        for name in ("vllm_num_servers", "rollout_concurrency", "max_context_length"):
+        for name in ("vllm_num_servers", "rollout_concurrency", "max_context_length", "vllm_max_model_length"):
             _require(self, name, lambda v: v is None or v >= 1, "at least 1, or unset")
-        for name in ("reward_timeout_s", "rollout_timeout_s", "m2po_threshold"):
+        for name in ("reward_timeout_s", "rollout_timeout_s", "m2po_threshold", "vllm_server_timeout"):
             _require(self, name, lambda v: v > 0 and math.isfinite(v), "a positive number")
+        for name in ("learning_rate", "weight_decay", "beta", "advantage_eps", "seed"):
+            _require(self, name, lambda v: v >= 0 and math.isfinite(v), "0 or more")
+        for name in ("adam_beta1", "adam_beta2"):
+            _require(self, name, lambda v: 0 <= v < 1, "at least 0 and below 1")
+        _require(self, "num_generations", lambda v: v >= 2, "at least 2: advantages compare responses to one prompt")
         _require(
             self, "temperature", lambda v: v > 0 and math.isfinite(v), "positive: ratios need a sampling temperature"
         )
         _require(self, "veto_threshold", lambda v: 0 < v < 1, "between 0 and 1")
-        _require(self, "advantage_eps", lambda v: v >= 0, "0 or more")
         _require(self, "epsilon", lambda v: 0 <= v <= 1, "between 0 and 1: the lower clip is 1 − epsilon")
         _require(self, "epsilon_high", lambda v: v >= 0, "0 or more (`inf` for no upper bound)")
         _require(self, "probe_tolerance", lambda v: v is None or v > 0, "positive, or unset")
-        _require(self, "max_completion_length", lambda v: v is not None and v >= 1, "at least 1")
-        rows = self.prompts_per_update * self.num_generations
-        if rows < self.world_size:
-            raise ValueError(
-                f"`prompts_per_update={self.prompts_per_update}` × `num_generations={self.num_generations}` gives {rows} "
-                f"responses an update, fewer than the {self.world_size} ranks that share it: some would never have "
-                f"work. Raise `prompts_per_update` to at least {math.ceil(self.world_size / self.num_generations)}, or "
-                "launch fewer processes."
-            )
+        _require(self, "vllm_gpu_memory_utilization", lambda v: 0 < v <= 1, "a share above 0, at most 1")
         if self.objective == "m2po" and self.veto_scope != "none":
             raise ValueError(
                 f"`veto_scope={self.veto_scope!r}` contradicts `objective='m2po'`, which has no veto. Leave it out."
             )
+        if self.sync_ref_model and not self.beta:
+            raise ValueError(
+                "`sync_ref_model=True` needs a reference model, but `beta=0.0` has none. Set `beta`, or leave it out."
+            )
         limit = self.context_limit
         if limit is not None and limit < 2:
             raise ValueError(f"A context of {limit} tokens leaves no room for a prompt and a response.")
+
+    def _check_shares_of_ranks(self) -> None:
+        assert self.num_generations is not None
+        rows = self.prompts_per_update * self.num_generations
+        if rows < self.world_size:
+            raise ValueError(
+                f"`prompts_per_update={self.prompts_per_update}` × `num_generations={self.num_generations}` gives "
+                f"{rows} responses an update, fewer than the {self.world_size} ranks that share it: some would never "
+                "have work. Raise `prompts_per_update` to at least "
+                f"{math.ceil(self.world_size / self.num_generations)}, or launch fewer processes."
+            )
+
+    def _check_accelerator(self) -> None:
+        config: Any = self.accelerator_config
+        for name, value in (
+            ("split_batches", config.split_batches),
+            ("dispatch_batches", config.dispatch_batches),
+            ("gradient_accumulation_kwargs", config.gradient_accumulation_kwargs),
+        ):
+            if value:
+                raise ValueError(
+                    f"`{name}={value!r}` in `accelerator_config` cannot be honored by μ-GRPO: every rank reads its "
+                    "own rows of an update from the stage. Leave it out."
+                )
 
     def _check_generation_kwargs(self) -> None:
         unknown = sorted(set(self.generation_kwargs or {}) - {"stop"})
@@ -352,14 +406,22 @@ class MuGRPOConfig(GRPOConfig):
             )
         if self.rollout_engine == "transformers" and self.stop_strings:
             raise ValueError(
-                f"`generation_kwargs={{'stop': {list(self.stop_strings)!r}}}` needs `rollout_engine='vllm'`: the in-process "
-                "engine ends responses at EOS tokens only."
+                f"`generation_kwargs={{'stop': {list(self.stop_strings)!r}}}` needs `rollout_engine='vllm'`: the "
+                "in-process engine ends responses at EOS tokens only."
             )
-        if self.vllm_mode == "managed" and self.vllm_server_urls:
+        if self.vllm_enable_sleep_mode and self.vllm_release != "sleep":
             raise ValueError(
-                f"`vllm_server_urls={self.vllm_server_urls!r}` are external servers, but `vllm_mode='managed'` starts its "
-                "own. Set `vllm_mode: server`, or leave the addresses out."
+                f"`vllm_enable_sleep_mode=True` contradicts `vllm_release={self.vllm_release!r}`. Leave one out."
             )
+        managed = self.vllm_mode == "managed"
+        names = ("vllm_server_urls", "vllm_server_base_url") if managed else ("vllm_num_servers", "vllm_server_args")
+        for name in names:
+            if value := getattr(self, name):
+                means = "starts its own servers" if managed else "starts no server"
+                raise ValueError(
+                    f"`{name}={value!r}` contradicts `vllm_mode={self.vllm_mode!r}`, which {means}. Set "
+                    f"`vllm_mode: {'server' if managed else 'managed'}`, or leave it out."
+                )
         for url in self.server_urls if self.vllm_mode == "server" else ():
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -420,8 +482,17 @@ class MuGRPOConfig(GRPOConfig):
     def to_dict(self) -> dict[str, Any]:
         """As the parent's, without secrets."""
         values = super().to_dict()
-        values["vllm_api_key"] = None if self.vllm_api_key is None else "<hidden>"
+        values["vllm_api_key"] = self.vllm_api_key and _SECRET
         return values
+
+    def __str__(self) -> str:
+        return super(MuGRPOConfig, copy.copy(self)).__str__()  # a copy has no key
+
+    __repr__ = __str__
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the key: every checkpoint holds the pickled configuration, and may go to the Hub."""
+        return {**self.__dict__, "vllm_api_key": None}
 
 
 def _require(config: MuGRPOConfig, name: str, holds, requirement: str) -> None:

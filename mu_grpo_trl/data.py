@@ -5,7 +5,6 @@ Rows are numbered from 0, as in `dataset[row]`. Text only: prompts with images a
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import logging
@@ -26,6 +25,8 @@ import pyarrow.parquet as pq
 from datasets import Dataset, DatasetDict
 from datasets.exceptions import DatasetsError
 from transformers import PreTrainedTokenizerBase
+
+from .options import nearest
 
 logger = logging.getLogger(__name__)
 
@@ -410,7 +411,7 @@ def _read_table(source: str, split: str, config: str | None, max_rows: int | Non
         table = _read_local(path, split, max_rows)
     elif path.suffix in _READERS or source.startswith(("/", "./", "../", "~")):
         siblings = [str(path.parent / entry.name) for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise FileNotFoundError(f"{source!r} does not exist{_nearest(str(path), siblings)}. Check the path.")
+        raise FileNotFoundError(f"{source!r} does not exist.{nearest(str(path), siblings)} Check the path.")
     else:
         table = _Table(_head(_load_hub(source, split, config), max_rows), [0], [f"{source} ({split})"])
     if not table.rows:
@@ -562,12 +563,7 @@ def _check_columns(wanted: list[str], table: _Table) -> None:
 
 
 def _missing_column(name: str, place: str, present: list[str]) -> str:
-    return f"no column {name!r} in {place}{_nearest(name, present)}. Its columns: {', '.join(present)}."
-
-
-def _nearest(name: str, choices: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(choices), n=1)
-    return f" (nearest: {close[0]!r})" if close else ""
+    return f"no column {name!r} in {place}.{nearest(name, present)} Its columns: {', '.join(present)}."
 
 
 def _convert(

@@ -7,19 +7,27 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from .ranks import broadcast_string
 
 MAX_SHARD_BYTES = 4 * 2**30
-POLICY_HASH_FILE = "policy_hash.json"
+
+_ONLY_LORA = (
+    "Its weights cannot be merged for the engine without touching the base. Use plain LoRA on linear layers (no DoRA, "
+    "`lora_bias`, `target_parameters` or `trainable_token_indices`)."
+)
 
 
 def _gathered(parameters: list[nn.Parameter], zero3: bool) -> AbstractContextManager:
@@ -34,59 +42,80 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _lora_layers(model: nn.Module) -> dict[str, nn.Module]:
+def _lora_layers(model: nn.Module) -> dict[str, Any]:
     """Adapted layers by the name of the weight they replace in the base model."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
 
 
-def merged_weights(model: nn.Module, zero3: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def check_publishable(model: Any) -> None:
+    """
+    Raises:
+        `ValueError`: the model has adapters that cannot be merged out of place: all but plain LoRA on linear layers.
+    """
+    if not hasattr(model, "peft_config"):
+        return
+    from peft.tuners.lora import Linear
+
+    for adapter, config in model.peft_config.items():
+        if config.peft_type != "LORA" or config.trainable_token_indices is not None:
+            raise ValueError(f"Adapter {adapter!r} ({config.peft_type}) is no plain LoRA. {_ONLY_LORA}")
+    for name, layer in _lora_layers(model).items():
+        with_bias = any(module.bias is not None for module in layer.lora_B.values())
+        if type(layer) is not Linear or with_bias or any(layer.use_dora.values()):
+            raise ValueError(
+                f"Layer {name!r} is adapted by {type(layer).__module__}.{type(layer).__name__}"
+                f"{' with lora_bias' if with_bias else ''}{' with DoRA' if any(layer.use_dora.values()) else ''}. "
+                f"{_ONLY_LORA}"
+            )
+
+
+def merged_weights(model: Any, zero3: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """
     Yield `(name, whole tensor)` of the policy under the names of the plain model, one parameter at a time.
 
     Collective: every rank must consume it to its end. Tied weights come once. A LoRA layer comes as
-    `W + scaling · B @ A`, computed out of place, so that the base weights keep every bit.
-
-    Raises:
-        `ValueError`: for an adapter without an out-of-place merge (anything but plain LoRA).
+    `W + scaling · B @ A`, computed out of place, so that the base weights keep every bit; no more than its tensors are
+    gathered at once.
     """
-    is_peft = hasattr(model, "peft_config")
-    layers = _lora_layers(model) if is_peft else {}
-    for name, parameter in model.named_parameters():
-        layer_name = name.rpartition(".base_layer.")[0]
-        if is_peft and _belongs_to_adapter(name):
-            continue
-        if layer_name in layers and name.endswith(".base_layer.weight"):
-            layer = layers[layer_name]
-            with _gathered([p for p in layer.parameters()], zero3):
-                yield _plain_name(name), _merge(layer, layer_name, parameter)
-        else:
+    if not hasattr(model, "peft_config"):
+        for name, parameter in model.named_parameters():
             with _gathered([parameter], zero3):
-                yield _plain_name(name) if is_peft else name, _full(parameter.detach())
+                yield name, _full(parameter.detach())
+        return
+    active, layers, yielded = model.active_adapters[0], _lora_layers(model), set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        plain = _plain_name(name, active)
+        layer = layers.get(name.removesuffix(".base_layer.weight"))
+        if plain is None:
+            continue
+        if layer is not None:
+            with _gathered(list(layer.parameters()), zero3):
+                yield plain, _merge(layer, parameter)
+        elif id(parameter) not in yielded:
+            yielded.add(id(parameter))
+            with _gathered([parameter], zero3):
+                yield plain, _full(parameter.detach())
 
 
-def _belongs_to_adapter(name: str) -> bool:
-    return ".lora_" in name or ".original_module." in name or (".modules_to_save." in name and ".default." not in name)
-
-
-def _plain_name(name: str) -> str:
-    name = name.removeprefix("base_model.model.")
-    return name.replace(".base_layer.", ".").replace(".modules_to_save.default.", ".")
+def _plain_name(name: str, adapter: str) -> str | None:
+    """Name in the plain model of a PEFT model's parameter; None for what is not part of the merged model."""
+    if ".lora_" in name or ".original_module." in name:
+        return None
+    name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    name = name.replace(f".modules_to_save.{adapter}.", ".")
+    return None if ".modules_to_save." in name else name
 
 
 @torch.no_grad()
-def _merge(layer: nn.Module, name: str, weight: nn.Parameter) -> torch.Tensor:
+def _merge(layer: Any, weight: nn.Parameter) -> torch.Tensor:
     merged = _full(weight.detach())
     for adapter in layer.active_adapters:
-        if adapter not in layer.lora_A or layer.use_dora.get(adapter, False):
-            raise ValueError(
-                f"Adapter {adapter!r} of layer {name!r} is not plain LoRA on a linear layer, so its weights cannot be "
-                "merged for the engine without touching the base. Use plain LoRA (no DoRA) on linear layers."
-            )
-        down, up = _full(layer.lora_A[adapter].weight), _full(layer.lora_B[adapter].weight)
-        delta = (up.float() @ down.float()) * layer.scaling[adapter]
-        merged = (merged.float() + (delta.T if layer.fan_in_fan_out else delta)).to(weight.dtype)
+        if adapter in layer.lora_A:
+            down, up = _full(layer.lora_A[adapter].weight), _full(layer.lora_B[adapter].weight)
+            delta = (up.float() @ down.float()) * layer.scaling[adapter]
+            merged = (merged.float() + (delta.T if layer.fan_in_fan_out else delta)).to(weight.dtype)
     return merged
 
 
@@ -128,51 +157,94 @@ def publish(accelerator: Accelerator, model: nn.Module, tokenizer: Any, folder: 
     """
     Write the policy to `folder` as a plain `from_pretrained` model and return its hash. Collective.
 
-    The folder appears atomically; one that already holds the same weights is left as it is.
+    The folder appears whole or not at all; what it held before is replaced.
 
     Args:
         accelerator (`Accelerator`): the trainer's.
         model (`nn.Module`): the unwrapped training model (also ZeRO-3, FSDP2, PEFT).
         tokenizer (`PreTrainedTokenizerBase`): saved beside the weights.
         folder (`Path`): where the policy goes; only the main process writes.
-        untie (`bool`): write a tied LM head as a tensor of its own: the CPU build of vLLM keeps a stale head otherwise.
+        untie (`bool`): write a tied LM head as a tensor of its own; the CPU build of vLLM keeps a stale head without.
 
     Returns:
         `str`: hash of all weights (names, dtypes, shapes, bits), the same on every rank.
+
+    Raises:
+        `OSError`: the main process could not write (also on the other ranks).
     """
-    main = accelerator.is_main_process
-    temporary = folder.with_name(folder.name + ".tmp")
-    digest = hashlib.blake2b(digest_size=16)
-    writer = None
-    if main:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        writer = _ShardedSafetensors(temporary)
-    zero3 = is_zero3(accelerator)
-    tied = tied_lm_head(model) if untie else None
-    for name, tensor in merged_weights(model, zero3):
-        if writer is None:
-            continue
-        tensor = tensor.detach().to("cpu", copy=True).contiguous()
-        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
-        digest.update(tensor.view(-1).view(torch.uint8).numpy())
-        writer.add(name, tensor)
-        if tied is not None and name == tied[0]:
-            writer.add(tied[1], tensor.clone())
-    policy_hash = digest.hexdigest() if main else ""
+    writer = _PolicyWriter(folder, tied_lm_head(model) if untie else None) if accelerator.is_main_process else None
+    for name, tensor in merged_weights(model, is_zero3(accelerator)):
+        if writer is not None:
+            writer.add(name, tensor.detach().to("cpu", copy=True).contiguous())
     if writer is not None:
-        writer.finish()
-        _save_config(model, temporary, untied=tied is not None)
-        tokenizer.save_pretrained(temporary)
-        (temporary / POLICY_HASH_FILE).write_text(json.dumps({"policy_hash": policy_hash}))
-        _replace_folder(temporary, folder)
-    return broadcast_string(accelerator, policy_hash)
+        writer.finish(model, tokenizer)
+    outcome = broadcast_string(accelerator, json.dumps(writer.outcome if writer is not None else None))
+    policy_hash, error = json.loads(outcome)
+    if error is not None:
+        raise OSError(
+            f"The policy could not be written to {folder}: {error}. Make room there, or move `stage_dir`; what is on "
+            "the disk is safe."
+        ) from (writer.error if writer is not None else None)
+    return policy_hash
 
 
-def _save_config(model: nn.Module, folder: Path, untied: bool) -> None:
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+class _PolicyWriter:
+    """
+    The main process's side of [`publish`]. A disk that fails must not leave the other ranks alone in a collective, so
+    the first error is kept until all parameters were gathered.
+    """
+
+    def __init__(self, folder: Path, tied: tuple[str, str] | None) -> None:
+        self._folder = folder
+        self._temporary = folder.with_name(folder.name + ".tmp")
+        self._tied = tied
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._shards = _ShardedSafetensors(self._temporary)
+        self._names: set[str] = set()
+        self.error: OSError | SafetensorError | None = None
+        with self._keeping_error():
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            self._temporary.mkdir(parents=True)
+
+    @property
+    def outcome(self) -> tuple[str, str | None]:
+        """`(hash of the policy, what went wrong)`."""
+        return self._digest.hexdigest(), None if self.error is None else str(self.error)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        if self.error is not None:
+            return
+        self._digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
+        self._digest.update(tensor.view(-1).view(torch.uint8).numpy().data)
+        self._names.add(name)
+        with self._keeping_error():
+            self._shards.add(name, tensor)
+            if self._tied is not None and name == self._tied[0]:
+                self._names.add(self._tied[1])
+                self._shards.add(self._tied[1], tensor.clone())
+
+    def finish(self, model: nn.Module, tokenizer: Any) -> None:
+        if self.error is not None:
+            return
+        with self._keeping_error():
+            self._shards.finish()
+            _save_config(model, self._temporary, self._names)
+            tokenizer.save_pretrained(self._temporary)
+            _replace_folder(self._temporary, self._folder)
+
+    @contextmanager
+    def _keeping_error(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            self.error = error
+
+
+def _save_config(model: nn.Module, folder: Path, names: set[str]) -> None:
+    base = _plain(model)
     config = base.config.to_dict()
-    if untied:
+    tied = tied_lm_head(model)
+    if tied is not None and tied[1] in names:
         config["tie_word_embeddings"] = False
     config = type(base.config).from_dict(config)
     config.architectures = [type(base).__name__.removeprefix("FSDP")]
@@ -183,12 +255,16 @@ def _save_config(model: nn.Module, folder: Path, untied: bool) -> None:
 
 
 def tied_lm_head(model: nn.Module) -> tuple[str, str] | None:
-    """`(input embedding's name, LM head's name)` where the two share one tensor, else None."""
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    """`(input embedding's name, LM head's name)` in the plain model where the two share one tensor, else None."""
+    base = _plain(model)
     if not getattr(base.config.get_text_config(), "tie_word_embeddings", False):
         return None
     names = {module: name for name, module in base.named_modules()}
     return f"{names[base.get_input_embeddings()]}.weight", f"{names[base.get_output_embeddings()]}.weight"
+
+
+def _plain(model: Any) -> PreTrainedModel:
+    return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
 def _replace_folder(temporary: Path, folder: Path) -> None:
@@ -198,6 +274,11 @@ def _replace_folder(temporary: Path, folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)
     temporary.rename(folder)
+    parent = os.open(folder.parent, os.O_RDONLY)
+    try:
+        os.fsync(parent)
+    finally:
+        os.close(parent)
 
 
 def is_zero3(accelerator: Accelerator) -> bool:
@@ -211,19 +292,6 @@ def is_sharded(accelerator: Accelerator) -> bool:
     return is_zero3(accelerator) or accelerator.distributed_type == DistributedType.FSDP
 
 
-def broadcast_string(accelerator: Accelerator, text: str) -> str:
-    """The main process's `text` (of any length) on every rank. Collective."""
-    if accelerator.num_processes == 1:
-        return text
-    payload = torch.tensor(list(text.encode()), dtype=torch.uint8, device=accelerator.device)
-    size = torch.tensor([payload.numel()], device=accelerator.device)
-    torch.distributed.broadcast(size, 0)
-    if not accelerator.is_main_process:
-        payload = torch.zeros(int(size), dtype=torch.uint8, device=accelerator.device)
-    torch.distributed.broadcast(payload, 0)
-    return bytes(payload.tolist()).decode()
-
-
 def register_fused_head(model: nn.Module) -> None:
     """
     Tell ZeRO-3 that the model itself reads its LM head's weight, as TRL's fused head does.
@@ -231,8 +299,8 @@ def register_fused_head(model: nn.Module) -> None:
     DeepSpeed finds that out by itself only when the weight happens to be partitioned at that moment; its trace of the
     modules, recorded before, then is wrong and the next backward pass fails.
     """
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
-    head = base.get_output_embeddings()
+    base = _plain(model)
+    head: Any = base.get_output_embeddings()
     if hasattr(head.weight, "ds_id"):
         import deepspeed
 
@@ -244,7 +312,7 @@ class DeviceHandover:
     Moves parameters and optimizer state to host memory for the rollout, and back for the optimization phase.
 
     DeepSpeed ZeRO-3 by its own `offload_states`; one device, DDP and FSDP2 tensor by tensor, in place, so that every
-    reference (DDP's, the optimizer's) stays valid. On CPU there is nothing to move; ZeRO-1 and -2 keep their flat buffers.
+    reference (DDP's, the optimizer's) stays valid. Nothing moves on the CPU, nor the flat buffers of ZeRO-1 and -2.
     """
 
     def __init__(self, accelerator: Accelerator, enabled: bool) -> None:
@@ -253,7 +321,7 @@ class DeviceHandover:
         movable = is_zero3(accelerator) or accelerator.distributed_type != DistributedType.DEEPSPEED
         self._enabled = enabled and movable and self._device.type != "cpu"
 
-    def offload(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    def offload(self, model: Any, optimizer: torch.optim.Optimizer | None) -> None:
         """Take the training state off the device; `model` is the wrapped model."""
         if not self._enabled:
             return
@@ -263,7 +331,7 @@ class DeviceHandover:
             self._move(model, optimizer, torch.device("cpu"))
         torch.accelerator.empty_cache()
 
-    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    def restore(self, model: Any, optimizer: torch.optim.Optimizer | None) -> None:
         """Bring the training state back to the device."""
         if not self._enabled:
             return

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import functools
+import logging
 import types
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from trl.trainer.utils import add_fused_lm_head, use_adapter
+
+logger = logging.getLogger(__name__)
+
+
+def turn_dropout_off(model: nn.Module) -> None:
+    """
+    Set every dropout of `model`, LoRA's included, to 0, and say so once.
+
+    With dropout the forward pass of training is another function than the one that sampled: ratios would not be 1 even
+    before the first update of a stage.
+    """
+    dropouts = [module for module in model.modules() if isinstance(module, nn.Dropout) and module.p > 0]
+    for module in dropouts:
+        module.p = 0.0
+    if dropouts:
+        logger.warning("Dropout of %d modules is turned off: it would bias the ratio π_θ/β.", len(dropouts))
 
 
 def use_lean_head_in_training(model: nn.Module, temperature: float, cast_lm_head_to_fp32: bool) -> None:

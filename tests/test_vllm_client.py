@@ -82,13 +82,7 @@ def test_every_sampling_field_is_sent_so_that_no_server_default_matters(engine: 
     ends = {"stop_token_ids": [EOS, 1], "stop": [], "ignore_eos": True, "skip_special_tokens": False}
     assert {**neutral, **asked, **ends}.items() <= body.items()
     assert body["prompt"] == requests(1)[0].prompt_ids and body["cache_salt"] == "v0"
-    assert stub.generated[0]["seed"] != stub.generated[1]["seed"]
-
-
-def test_group_seeds_depend_on_seed_and_group_and_stay_in_int64() -> None:
-    seeds = {wire.group_seed(seed, group) for seed in range(20) for group in range(500)}
-    assert len(seeds) == 10_000 and all(0 <= seed < 2**62 for seed in seeds)
-    assert wire.group_seed(3, 4) == wire.group_seed(3, 4)
+    assert "seed" not in body  # stops the CPU build at a chunked prefill
 
 
 def test_b23_max_tokens_shrink_to_the_context_and_a_prompt_without_room_is_named(

@@ -1,10 +1,11 @@
-"""The lab's starting policy: a tiny Qwen2, warm-started by SFT on worked sums of which half are wrong.
+"""The lab's starting policy: a tiny Qwen2, warm-started by SFT on worked sums of which half the steps are careless.
 
     python -m mu_grpo_trl.lab.warm_start --output models/warm-start
 
-The policy knows the format and the digits, and also a habit to unlearn: in half of its solutions no carry was ever
-carried. So it starts at or below 0.35 on held-out problems, and reinforcement learning has something to choose from. The result of
-this command with its defaults is shipped beside this file; `warm_start_path` gives the folder.
+The policy knows the format and the digits, and it knows two ways to add: with the carries, and without them. Which one a
+step of its training solutions used was a coin toss, so about two solutions of three end wrong, and reinforcement
+learning has something to choose from. What this command writes with its defaults (two to five minutes on two cores) is
+shipped beside this file; `warm_start_path` gives the folder.
 """
 
 from __future__ import annotations
@@ -51,39 +52,44 @@ def add_without_carry(a: int, b: int) -> int:
     return total
 
 
-def worked_solution(problem: Problem, addition: Addition = add) -> str:
-    r"""`12+7=19;19+5=24;\boxed{24}` for `(12, 7, 5)`, each step done by `addition`."""
+def worked_solution(problem: Problem, additions: tuple[Addition, Addition] = (add, add)) -> str:
+    r"""`12+7=19;19+5=24;\boxed{24}` for `(12, 7, 5)`, with one way of adding for each step."""
     a, b, c = problem
-    first = addition(a, b)
-    second = addition(first, c)
+    first = additions[0](a, b)
+    second = additions[1](first, c)
     return f"{a}+{b}={first};{first}+{c}={second};\\boxed{{{second}}}"
 
 
 def make_solutions(n: int, seed: int, careless: float = 0.5) -> Dataset:
-    """Training problems with worked solutions, of which the share `careless` drops every carry.
+    """Training problems with worked solutions, each step of which may drop its carries.
 
     Args:
         n (`int`): number of problems, all of the training split.
-        seed (`int`): decides the problems and which solutions are careless.
-        careless (`float`, *optional*, defaults to `0.5`): share of careless solutions. (One problem in twenty has no
-            carry to drop.)
+        seed (`int`): decides the problems and which steps are careless.
+        careless (`float`, *optional*, defaults to `0.5`): probability that a step drops its carries, if it has any.
 
     Returns:
         `datasets.Dataset` with the columns `prompt` and `completion`, as [`~trl.SFTTrainer`] takes them.
     """
     rng = random.Random(seed)
+
+    def addition() -> Addition:
+        return add_without_carry if rng.random() < careless else add
+
     problems = draw_problems(n, seed, "train")
-    additions = [add_without_carry if rng.random() < careless else add for _ in problems]
     return Dataset.from_dict(
         {
             "prompt": [prompt_of(problem) for problem in problems],
-            "completion": [worked_solution(p, addition) for p, addition in zip(problems, additions, strict=True)],
+            "completion": [worked_solution(problem, (addition(), addition())) for problem in problems],
         }
     )
 
 
 def make_model(tokenizer: PreTrainedTokenizerBase) -> Qwen2ForCausalLM:
-    """A random Qwen2 of 0.34 M parameters: 3 layers, 3 heads of 32 (a size vLLM's CPU kernels take), untied."""
+    """A random Qwen2 of 0.34 M parameters: 3 layers, 3 heads of 32 (a size vLLM's CPU kernels take), untied.
+
+    The initial weights are four times the usual size, which suits so narrow a model: it learns in half the steps.
+    """
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=96,
@@ -93,6 +99,7 @@ def make_model(tokenizer: PreTrainedTokenizerBase) -> Qwen2ForCausalLM:
         num_key_value_heads=3,
         max_position_embeddings=64,
         tie_word_embeddings=False,
+        initializer_range=0.08,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -100,17 +107,17 @@ def make_model(tokenizer: PreTrainedTokenizerBase) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
-def train(max_steps: int, seed: int) -> SFTTrainer:
-    """Train on the CPU, so that the same seed gives the same policy everywhere, and return the finished trainer."""
+def train(max_steps: int, seed: int, num_solutions: int = 30_000) -> SFTTrainer:
+    """Train on the CPU, so that a seed stands for one policy wherever it runs, and return the finished trainer."""
     set_seed(seed)
     tokenizer = make_tokenizer()
-    batch_size = 64
     with TemporaryDirectory() as scratch:
         args = SFTConfig(
             output_dir=scratch,
             max_steps=max_steps,
-            per_device_train_batch_size=batch_size,
-            learning_rate=4e-3,
+            per_device_train_batch_size=64,
+            learning_rate=2e-3,
+            adam_beta2=0.98,
             lr_scheduler_type="cosine",
             warmup_steps=50,
             use_cpu=True,
@@ -124,7 +131,7 @@ def train(max_steps: int, seed: int) -> SFTTrainer:
         trainer = SFTTrainer(
             model=make_model(tokenizer),
             args=args,
-            train_dataset=make_solutions(max_steps * batch_size, seed),
+            train_dataset=make_solutions(num_solutions, seed),
             processing_class=tokenizer,
         )
         trainer.train()
@@ -134,7 +141,7 @@ def train(max_steps: int, seed: int) -> SFTTrainer:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder to write the model and tokenizer to")
-    parser.add_argument("--max_steps", type=int, default=2400, help="optimizer steps of 64 solutions")
+    parser.add_argument("--max_steps", type=int, default=1600, help="optimizer steps of 64 solutions")
     parser.add_argument("--seed", type=int, default=0, help="decides the initial weights, problems and errors")
     args = parser.parse_args()
     trainer = train(args.max_steps, args.seed)

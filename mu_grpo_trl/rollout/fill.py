@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import math
+import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm.auto import tqdm
 
 from ..stage.schema import GroupRollout
 from ..stage.writer import StageWriter
-from .engine import Engine, GroupRequest, GroupResult, SamplingParams
+from .engine import Completion, Engine, GroupRequest, GroupResult, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 FLUSH_GROUPS = 128
 FLUSH_S = 60.0
@@ -55,6 +61,58 @@ class FillProgress:
         self._bar.close()
 
 
+class UnscoredStore:
+    """
+    Groups that were generated but not scored when a fill failed, so that a reward function can be mended without
+    generating them again: one file a rank, `<stage>/unscored-r<rank>-<fingerprint of the manifest>.npz`.
+
+    Args:
+        writer (`StageWriter`): of the stage.
+    """
+
+    def __init__(self, writer: StageWriter) -> None:
+        self._path = unscored_path(writer.path, writer.rank, writer.manifest.fingerprint())
+
+    def save(self, results: list[GroupResult]) -> None:
+        """Store `results`, whole or not at all, in place of what there was."""
+        completions = [completion for result in results for completion in result.completions]
+        temporary = self._path.with_suffix(".tmp.npz")
+        np.savez(
+            temporary,
+            groups=np.array([result.group for result in results], np.int64),
+            sizes=np.array([len(result.completions) for result in results], np.int64),
+            lengths=np.array([len(completion.token_ids) for completion in completions], np.int64),
+            stopped=np.array([completion.finish_reason == "stop" for completion in completions], np.bool_),
+            token_ids=np.concatenate([completion.token_ids for completion in completions]),
+            logps=np.concatenate([completion.logps for completion in completions]),
+        )
+        os.replace(temporary, self._path)
+
+    def load(self) -> list[GroupResult]:
+        """What [`save`] stored; nothing if there is nothing."""
+        if not self._path.exists():
+            return []
+        with np.load(self._path, allow_pickle=False) as arrays:
+            ends = np.cumsum(arrays["lengths"])[:-1]
+            pieces = zip(
+                np.split(arrays["token_ids"], ends), np.split(arrays["logps"], ends), arrays["stopped"], strict=True
+            )
+            completions = (Completion(ids, logps, "stop" if stopped else "length") for ids, logps, stopped in pieces)
+            return [
+                GroupResult(int(group), list(itertools.islice(completions, int(size))))
+                for group, size in zip(arrays["groups"], arrays["sizes"], strict=True)
+            ]
+
+    def clear(self) -> None:
+        """Forget what was stored."""
+        self._path.unlink(missing_ok=True)
+
+
+def unscored_path(stage: Path, rank: int, fingerprint: str) -> Path:
+    """File of [`UnscoredStore`]."""
+    return stage / f"unscored-r{rank}-{fingerprint}.npz"
+
+
 def fill_stage(
     engine: Engine,
     writer: StageWriter,
@@ -71,13 +129,14 @@ def fill_stage(
     Generate, score and store every group of `batches` that the writer does not have yet.
 
     Groups are scored on threads while the engine generates, and appended every `FLUSH_GROUPS` groups or `FLUSH_S`
-    seconds. Whatever goes wrong, the groups scored so far are stored before the exception leaves.
+    seconds. Whatever goes wrong, what was generated is stored before the exception leaves: scored groups in the stage,
+    the others in [`UnscoredStore`], from where the next call takes them up.
 
     Args:
         engine (`Engine`): open, with the stage's policy loaded.
         writer (`StageWriter`): of the stage; groups it already has are skipped.
-        batches (`Iterable`): requests by engine call. A batch is generated whole also when only some of it is missing,
-            since the random numbers of an in-process batch depend on all of it.
+        batches (`Iterable`): requests by engine call, read after the unscored groups were. A list is generated whole
+            also when only some of it is missing, since the random numbers of an in-process batch depend on all of it.
         sampling (`SamplingParams`): of the stage.
         score (`Callable`): turns a finished group into the rows to store; called on threads.
         progress (`FillProgress`): told of every stored group.
@@ -85,40 +144,97 @@ def fill_stage(
         check (`Callable`): called between groups; raises when another rank has failed.
         waiting (`Callable`): context for the time spent waiting for rewards after the last group was generated.
     """
-    scored: list[GroupRollout] = []
-    pending: deque[Future[GroupRollout]] = deque()
-    last_flush = time.monotonic()
+    fill = _Fill(writer, score, progress, score_threads)
+    try:
+        fill.submit(fill.unscored.load())
+        with waiting():
+            fill.collect(until=0)
+        fill.flush()
+        for batch in batches:
+            for results in _chunks(engine.generate(batch, sampling), whole=isinstance(batch, list)):
+                fill.submit(results)
+                check()
+                fill.collect(until=4 * FLUSH_GROUPS)
+                fill.flush_if_due()
+        with waiting():
+            fill.collect(until=0)
+        fill.flush()
+        fill.unscored.clear()
+    except BaseException:
+        fill.rescue()
+        raise
+    finally:
+        fill.close()
 
-    def collect(block: bool) -> None:
-        while pending and (block or pending[0].done()):
-            scored.append(pending.popleft().result())
 
-    def flush() -> None:
-        nonlocal last_flush
-        rollouts, scored[:] = list(scored), []
-        if rollouts:
-            writer.append(rollouts)
-            for rollout in rollouts:
-                progress.add(rollout)
-        last_flush = time.monotonic()
+def _chunks(results: Iterator[GroupResult], whole: bool) -> Iterator[list[GroupResult]]:
+    """What was generated in one go stays together, so that an error in scoring loses none of it."""
+    return iter([list(results)]) if whole else ([result] for result in results)
 
-    with ThreadPoolExecutor(score_threads, thread_name_prefix="reward") as pool:
+
+class _Fill:
+    """Groups on their way from the engine to the stage."""
+
+    def __init__(
+        self,
+        writer: StageWriter,
+        score: Callable[[GroupResult], GroupRollout],
+        progress: FillProgress,
+        score_threads: int,
+    ) -> None:
+        self.unscored = UnscoredStore(writer)
+        self._writer = writer
+        self._score = score
+        self._progress = progress
+        self._pool = ThreadPoolExecutor(score_threads, thread_name_prefix="reward")
+        self._pending: dict[Future[GroupRollout], GroupResult] = {}
+        self._scored: list[GroupRollout] = []
+        self._taken = set(writer.done_groups)
+        self._last_flush = time.monotonic()
+
+    def submit(self, results: list[GroupResult]) -> None:
+        """Have those groups scored that the stage lacks, each once."""
+        for result in results:
+            if result.group not in self._taken:
+                self._taken.add(result.group)
+                self._pending[self._pool.submit(self._score, result)] = result
+
+    def collect(self, until: int) -> None:
+        """Take what is scored, and wait while more than `until` groups are not."""
+        while True:
+            for future in [future for future in self._pending if future.done()]:
+                self._scored.append(future.result())
+                del self._pending[future]
+            if len(self._pending) <= until:
+                return
+            wait(self._pending, return_when=FIRST_COMPLETED)
+
+    def flush_if_due(self) -> None:
+        if len(self._scored) >= FLUSH_GROUPS or time.monotonic() - self._last_flush > FLUSH_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Append what is scored to the stage."""
+        rollouts, self._scored = self._scored, []
+        self._writer.append(rollouts)
+        for rollout in rollouts:
+            self._progress.add(rollout)
+        self._last_flush = time.monotonic()
+
+    def rescue(self) -> None:
+        """After an error: store what was generated, scored or not. A second error is only logged."""
+        unscored = []
+        for future, result in self._pending.items():
+            if future.cancel() or not future.done() or future.exception() is not None:
+                unscored.append(result)
+            else:
+                self._scored.append(future.result())
         try:
-            for batch in batches:
-                for result in engine.generate(batch, sampling):
-                    check()
-                    if result.group in writer.done_groups:
-                        continue
-                    pending.append(pool.submit(score, result))
-                    collect(block=len(pending) > 4 * FLUSH_GROUPS)
-                    if len(scored) >= FLUSH_GROUPS or time.monotonic() - last_flush > FLUSH_S:
-                        flush()
-            with waiting():
-                collect(block=True)
-        except BaseException:
-            for future in pending:
-                future.cancel()
-            scored.extend(f.result() for f in pending if f.done() and not f.cancelled() and f.exception() is None)
-            raise
-        finally:
-            flush()
+            self.flush()
+            if unscored:
+                self.unscored.save(unscored)
+        except (OSError, ValueError) as error:
+            logger.warning("Groups generated since the last flush are lost: %s", error)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)

@@ -148,7 +148,7 @@ class TransformersEngine:
 
 @torch.no_grad()
 def sequence_logps(
-    model: nn.Module,
+    model: torch.nn.Module,
     sequences: list[list[int]],
     device: torch.device,
     autocast: Callable[[], AbstractContextManager] = nullcontext,

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,6 +151,7 @@ class ManagedServer:
         self._devices = devices
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
+        self._starts = 0
 
     @property
     def url(self) -> str:
@@ -214,6 +216,8 @@ class ManagedServer:
         command += ["--host", _HOST, "--port", str(self.port), "--dtype", options.dtype]
         command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
         command += ["--tensor-parallel-size", str(options.tensor_parallel_size)]
+        # Else every server, after every start, would draw the same random numbers.
+        command += ["--seed", str(zlib.crc32(f"{policy}:{self.log_path.name}:{self._starts}".encode()))]
         if options.gpu_memory_utilization is not None:
             command += ["--gpu-memory-utilization", str(options.gpu_memory_utilization)]
         if options.max_model_len is not None:
@@ -224,6 +228,7 @@ class ManagedServer:
 
     def _spawn(self, policy: Path) -> None:
         self.port = self._free_port()
+        self._starts += 1
         env = _server_env(self._options.env)
         if self._devices is not None:
             env["CUDA_VISIBLE_DEVICES"] = self._devices

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -23,6 +24,7 @@ from .vllm_wire import UnusableAnswer
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_WARNING_S = 10.0
 _MAX_BACKOFF_S = 30.0
 _CONNECT_S = 30.0
 _HEALTH_S = 10.0
@@ -271,10 +273,22 @@ async def retried(what: str, ask: Callable[[], Awaitable[T]], options: ClientOpt
         except (ServerFailure, UnusableAnswer, aiohttp.ClientError, OSError) as error:
             if failures > options.max_retries:
                 raise EngineError(f"{what} failed {failures} times; the last time: {error}") from error
-            logger.warning("%s failed and is asked again (%d): %s", what, failures, error)
+            _warn_of_retry("%s failed and is asked again (%d): %s", what, failures, error)
         await asyncio.sleep(wait_s * random.uniform(0.5, 1.5))
         wait_s = min(2 * wait_s, _MAX_BACKOFF_S)
     raise AssertionError("unreachable")
+
+
+_last_warning = -math.inf
+
+
+def _warn_of_retry(message: str, *args: object) -> None:
+    """One warning in `_WARNING_S` seconds: a server that dies takes hundreds of requests with it."""
+    global _last_warning
+    now = time.monotonic()
+    level = logging.WARNING if now - _last_warning > _WARNING_S else logging.DEBUG
+    _last_warning = now if level == logging.WARNING else _last_warning
+    logger.log(level, message, *args)
 
 
 class Dispatch:

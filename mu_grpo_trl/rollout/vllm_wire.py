@@ -6,7 +6,6 @@ and gives the sampled tokens' log-probs as a plain list of floats (`/inference/v
 
 from __future__ import annotations
 
-import hashlib
 import json
 from typing import Any
 
@@ -48,7 +47,8 @@ def generation_body(request: GroupRequest, sampling: SamplingParams, model: str,
     """
     The request for one prompt group.
 
-    `cache_salt` names the weights: blocks of the prefix cache that were computed with others are never reused.
+    `cache_salt` names the weights: blocks of the prefix cache that were computed with others are never reused. There is no
+    seed: a seeded request stops vLLM's CPU build when its prompt is prefilled in chunks, and slows its older sampler.
 
     Raises:
         [`EngineError`]: when the prompt leaves no room for a single token.
@@ -68,7 +68,6 @@ def generation_body(request: GroupRequest, sampling: SamplingParams, model: str,
         "max_tokens": max_tokens,
         "stop_token_ids": list(sampling.eos_token_ids),
         "stop": list(sampling.stop),
-        "seed": group_seed(sampling.seed, request.group),
         "logprobs": 0,
         "cache_salt": cache_salt,
     }
@@ -84,12 +83,6 @@ def ranking_body(prompt_ids: list[int], temperature: float, model: str) -> dict[
     """The request for the two likeliest next tokens at `temperature`."""
     ranking = {"prompt": prompt_ids, "n": 1, "temperature": temperature, "max_tokens": 1, "logprobs": 2}
     return _NEUTRAL | ranking | {"model": model, "cache_salt": "check"}
-
-
-def group_seed(seed: int, group: int) -> int:
-    """Sampling seed of a group; the server adds the sample's index, so seeds of groups must lie far apart."""
-    digest = hashlib.blake2b(f"{seed}:{group}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 2
 
 
 def parse_generation(
