@@ -1,4 +1,4 @@
-"""`anchor: trainer`: behavior log-probs recomputed by the trainer at the start of a stage, in place of the engine's."""
+"""`anchor: trainer`: behavior log-probs recomputed by the trainer at the start of a stage, not the engine's."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class AnchorStore:
         """
         if (group, sample) not in self._rows:
             raise StageError(
-                f"{self._folder} has no log-probs of group {group}, sample {sample}: files were removed. Resume from a "
+                f"{self._folder} has no log-probs of group {group}, sample {sample}: files are gone. Resume from a "
                 "checkpoint at a stage boundary: they are computed anew there."
             )
         path, start, stop = self._rows[group, sample]

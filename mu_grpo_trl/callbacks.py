@@ -1,4 +1,4 @@
-"""What hooks into the Hugging Face training loop: timers, checkpoints at stage ends, the stage in the checkpoint's state."""
+"""What hooks into the Hugging Face training loop: timers, checkpoints at stage ends, the stage in their state."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 class StageCallback(TrainerCallback, ExportableState):
     """
-    Charges each update to the timer `optimize`, saves at the end of every stage, and keeps in the checkpoint which stage
-    it lies in, which weights generated that stage, the settings of its data, and the timers.
+    Charges each update to the timer `optimize`, saves at the end of every stage, and keeps in the checkpoint which
+    stage it lies in, which weights generated that stage, the settings of its data, and the timers.
 
     Args:
         schedule (`Schedule`): where stages end.
@@ -56,11 +56,13 @@ class StageCallback(TrainerCallback, ExportableState):
         """
         attributes = _stage_attributes(Path(checkpoint))
         stored, now = attributes["settings"], json.loads(json.dumps(self._settings()))
-        changed = [f"{name}: {stored.get(name)!r} → {value!r}" for name, value in now.items() if stored.get(name) != value]
+        changed = [
+            f"{name}: {stored.get(name)!r} → {value!r}" for name, value in now.items() if stored.get(name) != value
+        ]
         if changed:
             raise ValueError(
-                f"{checkpoint} belongs to a run with other settings (then → now): {'; '.join(changed)}. They decide what "
-                "data the run trains on. Restore them, or start a new run in another `output_dir`."
+                f"{checkpoint} belongs to a run with other settings (then → now): {'; '.join(changed)}. They decide "
+                "what data the run trains on. Restore them, or start a new run in another `output_dir`."
             )
         self.stage, self.policy_hash = attributes["stage"], attributes["policy_hash"]
         self._telemetry.restore(attributes["telemetry"])

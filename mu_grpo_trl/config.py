@@ -211,7 +211,9 @@ class MuGRPOConfig(GRPOConfig):
     per_device_train_batch_size: int = field(
         default=64, metadata={"help": "Most rows of a micro-batch. The update's size is `prompts_per_update`."}
     )
-    epsilon: float | None = field(default=None, metadata={"help": "Ratios are clipped below at 1 − epsilon."})
+    epsilon: float = field(  # type: ignore[assignment]  # unset until the objective is known
+        default=None, metadata={"help": "Ratios are clipped below at 1 − epsilon."}
+    )
     epsilon_high: float | None = field(
         default=None, metadata={"help": "Ratios are clipped above at 1 + epsilon_high; `inf`: no upper bound."}
     )
@@ -271,7 +273,7 @@ class MuGRPOConfig(GRPOConfig):
         super().__post_init__()
         self.steps_per_generation = self.generation_batch_size = None
         self.generation_kwargs = _as_dict("generation_kwargs", self.generation_kwargs)
-        self.chat_template_kwargs = _as_dict("chat_template_kwargs", self.chat_template_kwargs)
+        self.chat_template_kwargs = self.template_kwargs
         self._check_shares_of_ranks()
         self._check_accelerator()
         self._check_generation_kwargs()
@@ -438,7 +440,7 @@ class MuGRPOConfig(GRPOConfig):
     @property
     def clip_range(self) -> tuple[float, float]:
         """`(lowest, highest)` ratio the clip lets pass."""
-        assert self.epsilon is not None and self.epsilon_high is not None
+        assert self.epsilon_high is not None
         return 1.0 - self.epsilon, 1.0 + self.epsilon_high
 
     def probe_tolerance_for(self, dtype: torch.dtype) -> float:
@@ -451,7 +453,7 @@ class MuGRPOConfig(GRPOConfig):
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """Strings that end a response."""
-        stop = (self.generation_kwargs or {}).get("stop") or ()
+        stop = (_as_dict("generation_kwargs", self.generation_kwargs) or {}).get("stop") or ()
         return (stop,) if isinstance(stop, str) else tuple(stop)
 
     @property
@@ -465,9 +467,24 @@ class MuGRPOConfig(GRPOConfig):
         return [f"http://{host}:{self.vllm_server_port}"]
 
     @property
+    def output_path(self) -> Path:
+        """The folder `output_dir`."""
+        return Path(str(self.output_dir))
+
+    @property
+    def model_kwargs(self) -> dict[str, Any]:
+        """`model_init_kwargs`, which TRL also takes as JSON."""
+        return _as_dict("model_init_kwargs", self.model_init_kwargs) or {}
+
+    @property
+    def template_kwargs(self) -> dict[str, Any] | None:
+        """`chat_template_kwargs`, which TRL also takes as JSON."""
+        return _as_dict("chat_template_kwargs", self.chat_template_kwargs)
+
+    @property
     def stages_path(self) -> Path:
         """Folder that holds `stage-000`, `stage-001`, …"""
-        return Path(self.stage_dir) if self.stage_dir else Path(str(self.output_dir)) / "stages"
+        return Path(self.stage_dir) if self.stage_dir else self.output_path / "stages"
 
     @property
     def reward_threads(self) -> int:

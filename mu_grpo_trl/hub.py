@@ -10,18 +10,21 @@ from typing import Any
 import transformers.trainer
 from huggingface_hub import HfApi
 
+from .config import MuGRPOConfig
+
 SERVER_LOGS = "vllm"
 
 
 @contextmanager
-def without_stages(output_dir: Path, stages: Path) -> Iterator[None]:
+def without_stages(config: MuGRPOConfig) -> Iterator[None]:
     """
     Inside the block the uploads of transformers' `Trainer` leave out the stages (and the policies in them) and logs of
     managed servers. It uploads all of `output_dir` but checkpoints, and takes no patterns.
     """
+    output_dir, stages = Path(str(config.output_dir)).resolve(), config.stages_path.resolve()
     ignored = [f"{SERVER_LOGS}/*"]
-    if stages.resolve().is_relative_to(output_dir.resolve()):
-        ignored.append(f"{stages.resolve().relative_to(output_dir.resolve())}/*")
+    if stages.is_relative_to(output_dir):
+        ignored.append(f"{stages.relative_to(output_dir)}/*")
     api_of_trainer = transformers.trainer.hf_api
     transformers.trainer.hf_api = lambda: _SelectiveApi(api_of_trainer(), ignored)  # pyright: ignore
     try:

@@ -153,8 +153,8 @@ def mu_grpo_objective(
         veto_scope (`str`): Which tokens of a triggered response are masked, see `veto_mask`.
         veto_threshold (`float`): τ_c in (0, 1]. With scope `none` it only defines the diagnostics.
         kl_coefficient (`float`): Weight of the KL term; needs `ref_logps` if not 0.
-        kl_times_ratio (`bool`): Multiply the KL term by the ratio, TRL's `use_bias_correction_kl`; by 1 where a token has
-            no usable `b_t`.
+        kl_times_ratio (`bool`): Multiply the KL term by the ratio, TRL's `use_bias_correction_kl`; by 1 where a token
+            has no usable `b_t`.
 
     Raises:
         ValueError: For bounds, scope, threshold or coefficient outside of the above.
@@ -189,8 +189,8 @@ def m2po_objective(
             √c from `m2po_clip_bound` over a larger set, such as the whole update. By default this micro-batch's own.
         veto_threshold (`float`): τ_c of the diagnostics; M2PO has no veto.
         kl_coefficient (`float`): Weight of the KL term; needs `ref_logps` if not 0.
-        kl_times_ratio (`bool`): Multiply the KL term by the ratio, TRL's `use_bias_correction_kl`; by 1 where a token has
-            no usable `b_t`.
+        kl_times_ratio (`bool`): Multiply the KL term by the ratio, TRL's `use_bias_correction_kl`; by 1 where a token
+            has no usable `b_t`.
 
     Raises:
         ValueError: For a threshold or a coefficient outside of the above.

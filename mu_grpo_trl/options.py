@@ -88,7 +88,7 @@ def _as_int(value: Any) -> int:
 def _as_float(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, Real | str):
         raise TypeError
-    number = float(value.replace(".inf", "inf")) if isinstance(value, str) else value  # `.inf` is YAML's
+    number: Any = float(value.replace(".inf", "inf")) if isinstance(value, str) else value  # `.inf` is YAML's
     if math.isnan(number):
         raise ValueError
     return number

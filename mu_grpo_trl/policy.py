@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head, use_adapter
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ def turn_dropout_off(model: nn.Module) -> None:
         logger.warning("Dropout of %d modules is turned off: it would bias the ratio π_θ/β.", len(dropouts))
 
 
-def use_lean_head_in_training(model: nn.Module, temperature: float, cast_lm_head_to_fp32: bool) -> None:
+def use_lean_head_in_training(model: PreTrainedModel, temperature: float, cast_lm_head_to_fp32: bool) -> None:
     """
     Leave entropies out of the fused LM head while `model` is in training mode; evaluation keeps TRL's head with them.
 
@@ -68,7 +69,7 @@ def completion_logps(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tenso
 
 @torch.no_grad()
 def reference_logps(
-    ref_model: nn.Module | None, model: nn.Module, unwrapped: nn.Module, inputs: dict[str, Tensor]
+    ref_model: nn.Module | None, model: nn.Module, unwrapped: Any, inputs: dict[str, Tensor]
 ) -> Tensor:
     """
     Log-probs `(B, T)` of the generated tokens under the reference policy: `ref_model`, or without one the PEFT `model`

@@ -7,7 +7,6 @@ import inspect
 import os
 import tempfile
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,7 +81,7 @@ def _check_adapter(peft_config: Any) -> None:
 
 
 def _check_folders(config: MuGRPOConfig) -> None:
-    for name, folder in (("output_dir", Path(str(config.output_dir))), ("stage_dir", config.stages_path)):
+    for name, folder in (("output_dir", config.output_path), ("stage_dir", config.stages_path)):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
@@ -204,7 +203,7 @@ def load_tokenizer(tokenizer: Any, model: Any, config: MuGRPOConfig) -> PreTrain
 
 
 def _revision(config: MuGRPOConfig) -> str | None:
-    return (config.model_init_kwargs or {}).get("revision")
+    return config.model_kwargs.get("revision")
 
 
 def context_length(config: MuGRPOConfig, model_config: PretrainedConfig) -> int:
@@ -252,7 +251,7 @@ def check_dataset(
         context_length,
         config.max_completion_length or 1,
         "drop" if config.overlong_prompts == "drop" else "error",
-        chat_template_kwargs=config.chat_template_kwargs,
+        chat_template_kwargs=config.template_kwargs,
     )
     if len(dataset) < config.prompts_per_update:
         raise ValueError(
@@ -273,7 +272,7 @@ def make_vllm_engine(config: MuGRPOConfig, model_config: PretrainedConfig, conte
         vocab_size=model_config.vocab_size,
         context_length=context_length,
         concurrency=config.rollout_concurrency or ClientOptions.concurrency,
-        release=config.vllm_release,
+        release=config.vllm_release,  # type: ignore[arg-type]  # checked by the config
         progress_timeout_s=config.rollout_timeout_s,
         connection_timeout_s=config.vllm_server_timeout,
         api_key=config.vllm_api_key or os.environ.get("VLLM_API_KEY"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-SEEN_WITHIN_S = 10.0
+SEEN_WITHIN_S = 5.0
 """A network file system may show a new file late."""
 
 
@@ -50,7 +50,7 @@ def check_shared_folder(accelerator: Accelerator, folder: Path) -> None:
         os.unlink(folder / name)
     if blind:
         raise OSError(
-            f"The stages folder {folder} is not shared by all ranks: ranks {blind} do not see what rank 0 wrote there. "
+            f"The stages folder {folder} is not shared by all ranks: {blind} do not see what rank 0 wrote there. "
             "Set `stage_dir` to the same folder on storage that every node mounts."
         )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from .schedule import Schedule
 
 KINDS = ("rollout", "reward", "sync", "handover", "optimize", "checkpoint", "evaluation", "other")
-"""Kinds of interval. `rollout` includes rewards scored while generating; `reward` is only the wait for those left over.
+"""Kinds of interval. `rollout` includes rewards scored while generating; `reward` is only the wait for the rest.
 `sync` is publishing and loading weights and the probe; `evaluation` is outside T_total, as in the paper (App. B.1)."""
 
 
@@ -83,7 +83,7 @@ class Telemetry:
         return sum(seconds for kind, seconds in self.seconds.items() if kind != "evaluation")
 
     def metrics(self) -> dict[str, float]:
-        """Cumulative `time/<kind>_s`, `time/total_s`, and token rates and shares where there is something to divide."""
+        """Cumulative `time/<kind>_s`, `time/total_s`, and rates and shares where there is something to divide."""
         total_s = self.total_s()
         values = {f"time/{kind}_s": seconds for kind, seconds in self.seconds.items() if seconds}
         values["time/total_s"] = total_s
@@ -109,7 +109,7 @@ class Telemetry:
 
 
 def write_summary(path: Path, telemetry: Telemetry, schedule: Schedule, num_updates: int) -> dict[str, float]:
-    """Write what a run took to `path` as JSON, and return it: updates, stages, seconds by kind, tokens, rates and shares."""
+    """Write what a run took to `path` as JSON, and return it: updates, stages, seconds by kind, tokens, rates."""
     summary: dict[str, float] = {
         "num_updates": num_updates,
         "num_stages": schedule.num_stages,

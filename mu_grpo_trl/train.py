@@ -213,7 +213,7 @@ def make_trainer(script: ScriptArguments, config: MuGRPOConfig, model: ModelConf
     if model.load_in_4bit or model.load_in_8bit:
         raise ValueError("`load_in_4bit`/`load_in_8bit`: a quantized policy cannot be published without loss yet.")
     dataset = load_dataset(script)
-    rewards = [*script.reward_funcs, *filter(None, [script.reward_model_name_or_path])]
+    rewards: list[Any] = [*script.reward_funcs, *filter(None, [script.reward_model_name_or_path])]
     check_rewards(rewards, dataset.column_names)
     if "math" in rewards:
         dataset = usable_golds(dataset, script, config)
@@ -221,7 +221,7 @@ def make_trainer(script: ScriptArguments, config: MuGRPOConfig, model: ModelConf
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,
         "dtype": model.dtype,
-        **(config.model_init_kwargs or {}),
+        **config.model_kwargs,
     }
     return MuGRPOTrainer(
         model=model.model_name_or_path,
@@ -245,10 +245,10 @@ def resume_point(script: ScriptArguments, config: MuGRPOConfig) -> str | None:
             f"`resume={script.resume!r}` is unknown: use 'auto', or name a folder in `resume_from_checkpoint`."
         )
     if wanted.lower() == "false":
-        any_there = any(Path(str(config.output_dir)).glob("checkpoint-*"))
+        any_there = any(config.output_path.glob("checkpoint-*"))
         wanted = "true" if script.resume == "auto" and any_there else ""
     if wanted.lower() == "true":
-        newest = last_whole_checkpoint(str(config.output_dir))
+        newest = last_whole_checkpoint(config.output_path)
         wanted = str(newest or "")
     if wanted and not Path(wanted, "trainer_state.json").is_file():
         raise ValueError(

@@ -1,10 +1,10 @@
-"""`MuGRPOTrainer`: TRL's `GRPOTrainer` with a stage buffer in place of its generation cadence. Wiring and overrides only."""
+"""`MuGRPOTrainer`: TRL's `GRPOTrainer` with stages in place of its generation cadence. Wiring and overrides only."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import cached_property
-from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.utils import DistributedType, is_peft_model
@@ -14,6 +14,7 @@ from transformers.trainer_pt_utils import get_model_param_count
 from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
+from . import preflight
 from .anchors import AnchorStore, recompute_anchors
 from .callbacks import StageCallback, last_whole_checkpoint
 from .config import MuGRPOConfig
@@ -21,30 +22,14 @@ from .hub import without_stages
 from .losses import SUM_NAMES, LossInputs, metrics_from_sums
 from .phases import is_sharded
 from .policy import completion_logps, reference_logps, turn_dropout_off, use_lean_head_in_training
-from .preflight import (
-    check_dataset,
-    check_rewards,
-    check_run,
-    context_length,
-    load_tokenizer,
-    make_vllm_engine,
-    refuse_unsupported,
-    text_config,
-)
 from .report.completions import log_stage_completions
 from .rewards.functions import RewardFunctions
 from .rollout.transformers_engine import TransformersEngine
 from .schedule import Schedule
+from .stage.reader import StageReader
 from .staging import StageMaker, TrainingState
 from .telemetry import Telemetry, write_summary
-from .update import (
-    BatchOptions,
-    StageBatches,
-    UpdateBatch,
-    check_first_ratios,
-    m2po_update_clip,
-    make_objective,
-)
+from .update import BatchOptions, StageBatches, UpdateBatch, check_first_ratios, m2po_update_clip, make_objective
 
 
 class MuGRPOTrainer(GRPOTrainer):
@@ -52,8 +37,8 @@ class MuGRPOTrainer(GRPOTrainer):
     Trains by μ-GRPO: freeze the policy as β, generate a whole stage of rollouts with it, then take `stage_updates`
     optimizer updates on that static data.
 
-    The signature is [`~trl.GRPOTrainer`]'s; `args` is a [`MuGRPOConfig`]. `tools`, `rollout_func`, `environment_factory`,
-    `quantization_config` and vision models are refused.
+    The signature is [`~trl.GRPOTrainer`]'s; `args` is a [`MuGRPOConfig`]. `tools`, `rollout_func`,
+    `environment_factory`, `quantization_config` and vision models are refused.
 
     Overrides of the parent:
 
@@ -78,12 +63,21 @@ class MuGRPOTrainer(GRPOTrainer):
     ```
     """
 
+    # Typed by the libraries below for every trainer and wrapper they have:
+    args: MuGRPOConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+    model: Any
+    model_wrapped: Any
+    ref_model: Any
+    optimizer: Any
+    accelerator: Any
+    train_dataset: Any
+    processing_class: Any
+    _tokenizer: Any
+    _update: UpdateBatch
     _tag_names = ["trl", "mu-grpo"]
     _name = "μ-GRPO"
-    _paper = {
-        "title": "How Off-Policy Can GRPO Be? μ-GRPO for Efficient LLM Reinforcement Learning",
-        "id": "2605.17570",
-    }
+    _paper = {"title": "How Off-Policy Can GRPO Be? μ-GRPO for Efficient LLM Reinforcement Learning",
+              "id": "2605.17570"}  # fmt: skip
 
     def __init__(
         self,
@@ -102,15 +96,15 @@ class MuGRPOTrainer(GRPOTrainer):
         rollout_func=None,
         environment_factory=None,
     ):
-        refuse_unsupported(tools, rollout_func, environment_factory, quantization_config)
+        preflight.refuse_unsupported(tools, rollout_func, environment_factory, quantization_config)
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = MuGRPOConfig(f"{name.split('/')[-1]}-mu-GRPO")
-        check_run(args, eval_dataset, peft_config)
-        model_config = text_config(model, args)
-        processing_class = load_tokenizer(processing_class, model, args)
-        limit = context_length(args, model_config)
-        train_dataset, _ = check_dataset(train_dataset, args, processing_class, limit)
+        preflight.check_run(args, eval_dataset, peft_config)
+        model_config = preflight.text_config(model, args)
+        processing_class = preflight.load_tokenizer(processing_class, model, args)
+        limit = preflight.context_length(args, model_config)
+        train_dataset, _ = preflight.check_dataset(train_dataset, args, processing_class, limit)
         args.max_steps = Schedule.num_updates_for(
             args.max_steps, args.num_train_epochs, len(train_dataset), args.prompts_per_update
         )
@@ -123,21 +117,23 @@ class MuGRPOTrainer(GRPOTrainer):
             shuffle=args.shuffle_dataset is not False,
             shuffle_stage=args.shuffle_stage,
         )
-        check_rewards(reward_funcs, train_dataset.column_names)
+        preflight.check_rewards(reward_funcs, train_dataset.column_names)
         self.rewards = RewardFunctions(
             reward_funcs,
             args.reward_weights,
             processing_classes=reward_processing_classes,
             workers=args.reward_threads,
             timeout_s=args.reward_timeout_s,
-            on_error=args.reward_error,
+            on_error=args.reward_error,  # type: ignore[arg-type]  # checked by the config
         )
-        is_main = args.process_index == 0
-        engine = make_vllm_engine(args, model_config, limit) if args.rollout_engine == "vllm" and is_main else None
+        engine = None
+        if args.rollout_engine == "vllm" and args.process_index == 0:
+            engine = preflight.make_vllm_engine(args, model_config, limit)
         use_vllm, args.use_vllm = args.use_vllm, False  # the parent would start an engine of its own
+        args.generation_batch_size = args.num_generations  # what evaluation logs is kept that long
         super().__init__(
             model=model,
-            reward_funcs=self.rewards.callables,
+            reward_funcs=[*self.rewards.callables],
             args=args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
@@ -146,7 +142,7 @@ class MuGRPOTrainer(GRPOTrainer):
             optimizers=optimizers,
             peft_config=peft_config,
         )
-        args.use_vllm = use_vllm
+        args.use_vllm, args.generation_batch_size = use_vllm, None
         if self.aux_loss_enabled:
             raise ValueError(
                 f"{type(self.model).__name__} adds a load-balancing loss, which μ-GRPO does not support yet. Set "
@@ -181,7 +177,6 @@ class MuGRPOTrainer(GRPOTrainer):
         )
         self._objective = make_objective(args)
         self._batches: StageBatches | None = None
-        self._update: UpdateBatch | None = None
         self._clip: dict[str, torch.Tensor] = {}  # M2PO's bound where it is found over the whole update
         self._update_sums = self._logged_sums = self._no_sums()
 
@@ -189,7 +184,7 @@ class MuGRPOTrainer(GRPOTrainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """One tick per update and epoch; not prepared, so that every rank gets every tick."""
-        ticks = [
+        ticks: Any = [
             {"tick": torch.tensor(tick)}
             for tick in range(max(1, len(self.train_dataset) // self.schedule.prompts_per_update))
         ]
@@ -198,14 +193,15 @@ class MuGRPOTrainer(GRPOTrainer):
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
         """One update: all micro-batches of this rank. Returns the loss, `num_processes` times this rank's share."""
         number = self.state.global_step
+        model.train()  # also where no micro-batch follows
         batches = self._enter_stage(self.schedule.stage_of(number))
         self._update = batches.update(number)
         self._update_sums = self._update.skipped_sums.to(self.accelerator.device)
         if number == self.schedule.first_update(batches.stage):
-            self._check_first_update(model)
+            self._check_first_update(model, batches.reader)
         self._clip = self._m2po_clip(model)
-        # Without a row there is no gradient: no backward leaves every `.grad` None, so that the optimizer neither decays
-        # weights nor drifts on its momentum.
+        # Without a row there is no gradient: no backward leaves every `.grad` None, so that the optimizer neither
+        # decays weights nor drifts on its momentum.
         microbatches = self._update.microbatches if self._update.plan.forwarded_tokens else []
         loss = self._forward_backward(model, microbatches)
         self._logged_sums += self.accelerator.reduce(self._update_sums, reduction="sum")
@@ -228,7 +224,11 @@ class MuGRPOTrainer(GRPOTrainer):
     def _prepare_inputs(self, generation_batch):
         if self.model.training:
             return Trainer._prepare_inputs(self, generation_batch)
-        return super()._prepare_inputs(generation_batch)
+        self.args.steps_per_generation = 1  # the parent divides by it
+        try:
+            return super()._prepare_inputs(generation_batch)
+        finally:
+            self.args.steps_per_generation = None
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """In training: −(W / N) · objective of one micro-batch (W ranks whose gradients are averaged, N responses)."""
@@ -239,6 +239,7 @@ class MuGRPOTrainer(GRPOTrainer):
         self._update_sums += outputs.sums
         objective = outputs.objective / self._update.num_responses
         if self.entropy_coef:
+            assert loss_inputs.entropies is not None
             entropies = torch.where(loss_inputs.completion_mask, loss_inputs.entropies, 0.0)
             objective = objective + self.entropy_coef * entropies.sum() / self._update.num_tokens
         return -self.accelerator.num_processes * objective
@@ -297,7 +298,7 @@ class MuGRPOTrainer(GRPOTrainer):
             return completion_logps(self.model_wrapped, Trainer._prepare_inputs(self, microbatch))[0]
 
     @torch.no_grad()
-    def _check_first_update(self, model) -> None:
+    def _check_first_update(self, model, reader: StageReader) -> None:
         """
         Before the first step of a stage the policy still is β: its ratios must be 1 on the real data.
 
@@ -308,7 +309,7 @@ class MuGRPOTrainer(GRPOTrainer):
         with self.compute_loss_context_manager():
             sums = self._objective(self._loss_inputs(model, inputs)).sums
         metrics = metrics_from_sums(self.accelerator.reduce(sums, reduction="sum").tolist())
-        check_first_ratios(metrics, self.args.probe_tolerance_for(self.model.dtype), self._batches.reader)
+        check_first_ratios(metrics, self.args.probe_tolerance_for(self.model.dtype), reader)
 
     @torch.no_grad()
     def _m2po_clip(self, model) -> dict[str, torch.Tensor]:
@@ -361,17 +362,17 @@ class MuGRPOTrainer(GRPOTrainer):
         self.accelerator.wait_for_everyone()  # what is written next, `trainer_state.json`, says that all is there
 
     def push_to_hub(self, *args, **kwargs):
-        with without_stages(Path(self.args.output_dir), self.args.stages_path):
+        with without_stages(self.args):
             return super().push_to_hub(*args, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        with without_stages(Path(self.args.output_dir), self.args.stages_path):
+        with without_stages(self.args):
             super()._push_from_checkpoint(checkpoint_folder)
 
-    def train(self, resume_from_checkpoint=None, **kwargs):
+    def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
         """As the parent's. Engines end with it, and `summary.json` in `output_dir` says where the time went."""
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = last_whole_checkpoint(self.args.output_dir)
+            resume_from_checkpoint = last_whole_checkpoint(self.args.output_path)
         if resume_from_checkpoint:
             self.stage_callback.restore(resume_from_checkpoint)
         self._batches = None
@@ -379,14 +380,13 @@ class MuGRPOTrainer(GRPOTrainer):
         self.telemetry.start()
         checkpoint = str(resume_from_checkpoint) if resume_from_checkpoint else None
         try:
-            output = super().train(resume_from_checkpoint=checkpoint, **kwargs)
+            output = super().train(checkpoint, trial, ignore_keys_for_eval)
         finally:
             self.telemetry.stop()
             self._end_engines()
         if self.accelerator.is_main_process:
-            write_summary(
-                Path(self.args.output_dir) / "summary.json", self.telemetry, self.schedule, self.state.global_step
-            )
+            path = self.args.output_path / "summary.json"
+            write_summary(path, self.telemetry, self.schedule, self.state.global_step)
         return output
 
     def _end_engines(self) -> None:

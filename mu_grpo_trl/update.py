@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +37,7 @@ class BatchOptions:
     Args:
         max_tokens (`int`): padded tokens a rank forwards at once.
         max_rows (`int`): rows a rank forwards at once.
-        skip_zero_advantage (`bool`): leave responses without gradient out; False where a KL or entropy term needs them.
+        skip_zero_advantage (`bool`): leave responses without gradient out; not where KL or entropy need them.
         mask_truncated (`bool`): responses cut by the token limit add nothing (they still count in N).
         pad_token_id (`int`): fills padded positions.
     """
@@ -196,7 +197,7 @@ def make_objective(config: MuGRPOConfig) -> Callable[..., LossOutputs]:
         mu_grpo_objective,
         clip_low=clip_low,
         clip_high=clip_high,
-        veto_scope=config.veto_scope,
+        veto_scope=config.veto_scope,  # type: ignore[arg-type]  # checked by the config
         veto_threshold=config.veto_threshold,
         kl_coefficient=config.beta,
         kl_times_ratio=config.use_bias_correction_kl,
@@ -233,7 +234,7 @@ def m2po_update_clip(microbatches: list[LossInputs], accelerator: Accelerator, t
         log_ratios, usable_mask = token_log_ratios(inputs)
         reachable.append((log_ratios * inputs.advantages.sign()[:, None])[usable_mask].clamp(min=0))
     # Padding is 0, like every token that clipping cannot reach.
-    values = accelerator.gather(accelerator.pad_across_processes(torch.cat(reachable)))
+    values: Any = accelerator.gather(accelerator.pad_across_processes(torch.cat(reachable)))
     return m2po_clip_bound(values, torch.ones_like(values), values > 0, threshold)
 
 

@@ -1,4 +1,4 @@
-"""What several test modules build: a tiny policy on disk, and runs of the training worker in processes of their own."""
+"""What several test modules build: a tiny policy on disk, and runs of the training worker in own processes."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ EMPTY_UPDATE, LONELY_UPDATE = 2, 3
 
 
 def sgd_options(output_dir: Path) -> dict:
-    """Plain SGD without gradient clipping, so that the first displacement is the gradient. Micro-batches are small and uneven."""
+    """Plain SGD without gradient clipping: the first displacement is the gradient. Micro-batches are small, uneven."""
     return config_options(
         output_dir,
         optim="sgd",
@@ -40,7 +40,7 @@ def policy(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def stage(policy: Path, tmp_path_factory) -> Path:
-    """A stage of real rollouts in which one update has nothing to forward and one a single row, so that a rank has none."""
+    """A stage of real rollouts in which one update has nothing to forward and one a single row: a rank has none."""
     folder = tmp_path_factory.mktemp("stage")
     run_worker(
         folder, None, {"model": str(policy), "prompts": PROMPTS, **sgd_options(folder)} | {"learning_rate": 0.0}

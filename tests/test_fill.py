@@ -71,7 +71,9 @@ def run_fill(writer: StageWriter, engine, score=scored, *, batch_size: int | Non
         return GroupRequest(group, [5])
 
     if batch_size is None:
-        batches = ((request(group) for group in range(NUM_GROUPS) if group not in writer.done_groups) for _ in range(1))
+        batches = (
+            (request(group) for group in range(NUM_GROUPS) if group not in writer.done_groups) for _ in range(1)
+        )
     else:
         starts = range(0, NUM_GROUPS, batch_size)
         batches = (
@@ -187,10 +189,12 @@ def test_a_failing_peer_stops_the_fill_and_its_groups_are_kept(tmp_path):
 
 def test_unscored_groups_of_another_stage_are_not_taken_up(tmp_path):
     writer = open_writer(tmp_path)
-    UnscoredStore(writer).save([GroupResult(0, [completion(0, 0), completion(0, 1)])])
+    UnscoredStore(writer, 1).save([GroupResult(0, [completion(0, 0), completion(0, 1)])])
     [stored] = tmp_path.glob("unscored*")
-    stored.rename(stored.with_name("unscored-r0-" + "0" * 32 + ".npz"))
-    assert UnscoredStore(writer).load() == []
+    assert [result.group for result in UnscoredStore(writer, 1).load()] == [0]
+    assert UnscoredStore(writer, 2).load() == []  # shared out otherwise
+    stored.rename(stored.with_name("unscored-r0of1-" + "0" * 32 + ".npz"))
+    assert UnscoredStore(writer, 1).load() == []
     writer.close()
 
 

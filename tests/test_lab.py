@@ -147,11 +147,12 @@ def test_worked_solutions_with_and_without_carry():
     assert worked_solution((54, 36, 10), (careless, careless)) == r"54+36=80;80+10=90;\boxed{90}"
 
 
-def test_half_of_the_steps_that_have_a_carry_drop_it():
-    first_steps = [text.split(";")[0] for text in make_solutions(8000, seed=0)["completion"]]
+@pytest.mark.parametrize("careless", [0.0, 0.55, 1.0])
+def test_steps_that_have_a_carry_drop_it_with_the_given_probability(careless):
+    first_steps = [text.split(";")[0] for text in make_solutions(8000, seed=0, careless=careless)["completion"]]
     steps = [tuple(map(int, step.replace("=", "+").split("+"))) for step in first_steps]
     dropped = [total != a + b for a, b, total in steps if add_without_carry(a, b) != a + b]
-    assert np.mean(dropped) == pytest.approx(0.5, abs=0.02)
+    assert np.mean(dropped) == pytest.approx(careless, abs=0.02)
 
 
 def test_shipped_policy_starts_with_much_to_learn_but_not_from_nothing(warm_start):
@@ -163,17 +164,17 @@ def test_shipped_policy_is_small_untied_and_of_a_head_size_vllm_takes_on_cpu(war
     model, _ = warm_start
     assert 0.3e6 < model.num_parameters() < 0.4e6
     assert model.lm_head.weight.data_ptr() != model.model.embed_tokens.weight.data_ptr()
-    assert model.config.hidden_size // model.config.num_attention_heads == 32
+    assert model.config.head_dim == 32
     assert sum(file.stat().st_size for file in warm_start_path().iterdir()) <= 2 * 1024**2
 
 
 def test_greedy_accuracy_does_not_depend_on_batches_and_leaves_model_and_tokenizer_as_they_were(warm_start):
     model, tokenizer = warm_start
-    problems = make_problems(40, seed=1, split="held_out")
+    problems = make_problems(24, seed=1, split="held_out")
     model.train()
     tokenizer.padding_side = "right"
     accuracies = [
-        greedy_accuracy(model, tokenizer, problems, MAX_RESPONSE_TOKENS, batch_size=size) for size in (1, 16, 40)
+        greedy_accuracy(model, tokenizer, problems, MAX_RESPONSE_TOKENS, batch_size=size) for size in (3, 10, 24)
     ]
     assert accuracies[0] == accuracies[1] == accuracies[2] > 0
     assert model.training and tokenizer.padding_side == "right"

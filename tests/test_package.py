@@ -29,7 +29,7 @@ LAYERS = (
     {"report"},
     {"anchors", "callbacks", "objectives", "policy", "preflight", "staging", "update"},
     {"phases"},
-    {"config", "data", "hub", "ranks"},
+    {"config", "data", "hub", "options", "ranks"},
     {"rewards", "rollout"},
     {"losses", "schedule", "stage", "telemetry"},
 )
@@ -250,7 +250,8 @@ def test_the_header_of_a_recipe_launches_it(path: Path):
 
 
 def test_there_is_a_recipe_for_each_model_of_the_paper():
-    assert {path.stem for path in RECIPES} == {*PAPER_MODELS, "quickstart", "smollm2-135m-cpu"}
+    on_cpu = {"quickstart", "smollm2-135m-cpu", "deepscaler-smollm2-cpu"}
+    assert {path.stem for path in RECIPES} == {*PAPER_MODELS, *on_cpu}
 
 
 @pytest.mark.parametrize("name", PAPER_MODELS)

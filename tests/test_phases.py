@@ -195,7 +195,7 @@ def test_b54_no_more_than_one_layer_is_gathered_at_once(tmp_path, monkeypatch):
             self._parameters = parameters
 
         def __enter__(self):
-            gathered.append([parameter for parameter in self._parameters])
+            gathered.append(list(self._parameters))
 
         def __exit__(self, *_):
             gathered.append([])

@@ -1,5 +1,4 @@
-"""The vLLM engine against a real vLLM server, on CPU, with a tiny random model.
-"""
+"""The vLLM engine against a real vLLM server, on CPU, with a tiny random model."""
 
 from __future__ import annotations
 

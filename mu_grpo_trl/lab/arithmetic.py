@@ -12,12 +12,12 @@ from __future__ import annotations
 import random
 import re
 import zlib
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 Split = Literal["train", "held_out"]
 Problem = tuple[int, ...]
@@ -35,7 +35,7 @@ FINAL_BOX = re.compile(r"\\boxed\{(\d+)\}\Z")
 class RewardFunction(Protocol):
     """TRL's reward signature, for one answer column."""
 
-    def __call__(self, completions: list[Response], answer: list[str]) -> list[float]: ...
+    def __call__(self, completions: list[Any], answer: list[str]) -> list[float]: ...
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -106,8 +106,8 @@ def text_of(response: Response) -> str:
 def arithmetic_reward(completions: list[Response], answer: list[str], **kwargs) -> list[float]:
     r"""1.0 where the response ends in `\boxed{answer}`, else 0.0 (TRL's reward signature).
 
-    Strict: nothing may follow the box, digits must match exactly (`024` is not `24`), and earlier boxes do not count. The worked
-    steps are not judged.
+    Strict: nothing may follow the box, digits must match exactly (`024` is not `24`), and earlier boxes do not count.
+    The worked steps are not judged.
     """
     found = [FINAL_BOX.search(text_of(completion)) for completion in completions]
     return [float(box is not None and box[1] == gold) for box, gold in zip(found, answer, strict=True)]
@@ -122,10 +122,10 @@ def greedy_accuracy(
     reward: RewardFunction = arithmetic_reward,
     batch_size: int = 256,
 ) -> float:
-    """Mean reward of greedy responses, on the model's device and in its training mode's opposite.
+    """Mean reward of greedy responses, generated on the model's device.
 
     Args:
-        model ([`~transformers.PreTrainedModel`]): put in eval mode while generating; its mode is restored.
+        model ([`~transformers.PreTrainedModel`]): in eval mode while it generates; its mode is restored.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): left as it is, whatever its padding side.
         dataset (`datasets.Dataset`): columns `prompt` (plain or conversational) and `answer`.
         max_new_tokens (`int`): limit on a response, its EOS included.
@@ -135,15 +135,10 @@ def greedy_accuracy(
     was_training = model.training
     model.eval()
     total = 0.0
-    for batch in dataset.iter(batch_size):
-        prompts = [
-            p if isinstance(p, str) else tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=False)
-            for p in batch["prompt"]
-        ]
-        inputs = tokenizer(
-            prompts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False
-        ).to(model.device)
-        output = model.generate(
+    for start in range(0, len(dataset), batch_size):
+        batch = dataset[start : start + batch_size]
+        inputs = encode_prompts(batch["prompt"], tokenizer).to(model.device)
+        output = model.generate(  # pyright: ignore[reportCallIssue]
             input_ids=inputs["input_ids"],
             attention_mask=inputs["attention_mask"],
             max_new_tokens=max_new_tokens,
@@ -154,3 +149,13 @@ def greedy_accuracy(
         total += sum(reward(texts, batch["answer"]))
     model.train(was_training)
     return total / len(dataset)
+
+
+def encode_prompts(prompts: list[Any], tokenizer: PreTrainedTokenizerBase) -> BatchEncoding:
+    """Left-padded `input_ids` and `attention_mask` `(B, P)` of prompts, all plain or all conversational."""
+    conversational = not isinstance(prompts[0], str)
+    if conversational:  # the chat template writes the special tokens itself
+        prompts = [tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=False) for p in prompts]
+    return tokenizer(
+        prompts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=not conversational
+    )

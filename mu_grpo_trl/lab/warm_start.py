@@ -1,10 +1,10 @@
-"""The lab's starting policy: a tiny Qwen2, warm-started by SFT on worked sums of which half the steps are careless.
+"""The lab's starting policy: a tiny Llama, warm-started by SFT on worked sums of which half the steps are careless.
 
     python -m mu_grpo_trl.lab.warm_start --output models/warm-start
 
-The policy knows the format and the digits, and it knows two ways to add: with the carries, and without them. Which one a
-step of its training solutions used was a coin toss, so about two solutions of three end wrong, and reinforcement
-learning has something to choose from. What this command writes with its defaults (two to five minutes on two cores) is
+The policy knows the format and the digits, and it knows two ways to add: with the carries, and without them. Which one
+a step of its training solutions used was a coin toss, so about two solutions of three end wrong, and reinforcement
+learning has something to choose from. What this command writes with its defaults (a few minutes on two cores) is
 shipped beside this file; `warm_start_path` gives the folder.
 """
 
@@ -16,12 +16,17 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, set_seed
-from trl import SFTConfig, SFTTrainer
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
 
 from mu_grpo_trl.lab.arithmetic import (
+    EOS,
     MAX_RESPONSE_TOKENS,
+    PAD,
+    VOCABULARY,
     Problem,
     draw_problems,
     greedy_accuracy,
@@ -60,13 +65,13 @@ def worked_solution(problem: Problem, additions: tuple[Addition, Addition] = (ad
     return f"{a}+{b}={first};{first}+{c}={second};\\boxed{{{second}}}"
 
 
-def make_solutions(n: int, seed: int, careless: float = 0.5) -> Dataset:
+def make_solutions(n: int, seed: int, careless: float = 0.55) -> Dataset:
     """Training problems with worked solutions, each step of which may drop its carries.
 
     Args:
         n (`int`): number of problems, all of the training split.
         seed (`int`): decides the problems and which steps are careless.
-        careless (`float`, *optional*, defaults to `0.5`): probability that a step drops its carries, if it has any.
+        careless (`float`, *optional*, defaults to `0.55`): probability that a step drops its carries, if it has any.
 
     Returns:
         `datasets.Dataset` with the columns `prompt` and `completion`, as [`~trl.SFTTrainer`] takes them.
@@ -85,13 +90,14 @@ def make_solutions(n: int, seed: int, careless: float = 0.5) -> Dataset:
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerBase) -> Qwen2ForCausalLM:
-    """A random Qwen2 of 0.34 M parameters: 3 layers, 3 heads of 32 (a size vLLM's CPU kernels take), untied.
+def make_model() -> LlamaForCausalLM:
+    """A random Llama of 0.34 M parameters: 3 layers, 3 heads of 32 (a size vLLM's CPU kernels take), untied.
 
-    The initial weights are four times the usual size, which suits so narrow a model: it learns in half the steps.
+    The initial weights are four times the usual size, which suits so narrow a model: it learns in half the steps. Not
+    a Qwen2: `AutoTokenizer` would read any tokenizer beside one as Qwen2's, and lose the box.
     """
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
+    config = LlamaConfig(
+        vocab_size=len(VOCABULARY),
         hidden_size=96,
         intermediate_size=256,
         num_hidden_layers=3,
@@ -101,16 +107,16 @@ def make_model(tokenizer: PreTrainedTokenizerBase) -> Qwen2ForCausalLM:
         tie_word_embeddings=False,
         initializer_range=0.08,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=VOCABULARY.index(EOS),
+        pad_token_id=VOCABULARY.index(PAD),
     )
-    return Qwen2ForCausalLM(config)
+    return LlamaForCausalLM(config)
 
 
-def train(max_steps: int, seed: int, num_solutions: int = 30_000) -> SFTTrainer:
-    """Train on the CPU, so that a seed stands for one policy wherever it runs, and return the finished trainer."""
-    set_seed(seed)
-    tokenizer = make_tokenizer()
+def train(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, solutions: Dataset, max_steps: int, seed: int
+) -> None:
+    """SFT in place, on the CPU."""
     with TemporaryDirectory() as scratch:
         args = SFTConfig(
             output_dir=scratch,
@@ -128,27 +134,24 @@ def train(max_steps: int, seed: int, num_solutions: int = 30_000) -> SFTTrainer:
             report_to="none",
             seed=seed,
         )
-        trainer = SFTTrainer(
-            model=make_model(tokenizer),
-            args=args,
-            train_dataset=make_solutions(num_solutions, seed),
-            processing_class=tokenizer,
-        )
-        trainer.train()
-    return trainer
+        SFTTrainer(model=model, args=args, train_dataset=solutions, processing_class=tokenizer).train()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder to write the model and tokenizer to")
-    parser.add_argument("--max_steps", type=int, default=1600, help="optimizer steps of 64 solutions")
+    parser.add_argument("--max_steps", type=int, default=1200, help="optimizer steps of 64 solutions")
     parser.add_argument("--seed", type=int, default=0, help="decides the initial weights, problems and errors")
     args = parser.parse_args()
-    trainer = train(args.max_steps, args.seed)
-    trainer.model.save_pretrained(args.output)
-    trainer.processing_class.save_pretrained(args.output)
-    held_out = make_problems(500, split="held_out")
-    accuracy = greedy_accuracy(trainer.model, trainer.processing_class, held_out, MAX_RESPONSE_TOKENS)
+    torch.set_num_threads(1)  # more threads round otherwise, and a seed would not stand for one policy
+    set_seed(args.seed)
+    model, tokenizer = make_model(), make_tokenizer()
+    train(model, tokenizer, make_solutions(30_000, args.seed), args.max_steps, args.seed)
+    model.config.use_cache = True  # SFTTrainer switched it off, and made a list of the EOS
+    model.generation_config = GenerationConfig(eos_token_id=VOCABULARY.index(EOS), pad_token_id=VOCABULARY.index(PAD))
+    model.save_pretrained(args.output)
+    tokenizer.save_pretrained(args.output)
+    accuracy = greedy_accuracy(model, tokenizer, make_problems(500, split="held_out"), MAX_RESPONSE_TOKENS)
     print(f"greedy accuracy on 500 held-out problems: {accuracy:.3f}")
 
 

@@ -47,7 +47,7 @@ def completions_table(
     reader: StageReader, tokenizer: PreTrainedTokenizerBase, *, one_per_prompt: bool = False
 ) -> pd.DataFrame:
     """
-    The sample as a frame, one response a row: `stage`, `group`, `sample`, `prompt`, `completion`, a column of each reward
+    The sample as a frame, one response a row: `stage`, `group`, `sample`, `prompt`, `completion`, a column per reward
     function, `reward`, `advantage`; unscorable is NaN.
     """
     manifest = reader.manifest

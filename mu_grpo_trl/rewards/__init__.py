@@ -23,7 +23,7 @@ _HOME = {
     "resolve_reward": "functions",
 }
 
-__all__ = list(_HOME)
+__all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]  # one list of names is enough
 
 
 def __getattr__(name: str) -> Any:

@@ -167,7 +167,7 @@ class RewardFunctions:
                 "classes: give at least one function, with one weight and processing class each, or leave those out."
             )
         self.timeout_s, self.on_error = timeout_s, on_error
-        self._functions: dict[str, Callable[..., Any]] = {}
+        self._functions: dict[str, Any] = {}  # callables, some with `to_device` or `close`
         for function, processing_class in zip(functions, classes, strict=True):
             function = _as_callable(function, processing_class, chat_template_kwargs or {}, workers, timeout_s)
             name = reward_name(function)

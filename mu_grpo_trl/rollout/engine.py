@@ -79,7 +79,7 @@ class GroupResult:
 
 
 class Engine(Protocol):
-    """Life of an engine: `open` → (`score` → `generate`)… → `release` once per stage, `close` at the end of the run."""
+    """Life of an engine: `open` → (`score` → `generate`)… → `release` once a stage, `close` at the end of the run."""
 
     name: str
     version: str
@@ -89,7 +89,7 @@ class Engine(Protocol):
         ...
 
     def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
-        """Log-probs (float32, at temperature 1) of tokens 1… of each sequence, from the loaded weights: `(len − 1,)` each."""
+        """Log-probs (float32 `(len − 1,)`, at temperature 1) of tokens 1… of each sequence, by the loaded weights."""
         ...
 
     def generate(self, requests: Iterable[GroupRequest], sampling: SamplingParams) -> Iterator[GroupResult]:

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 FLUSH_GROUPS = 128
 FLUSH_S = 60.0
+UNSCORED_PREFIX = "unscored-"
 
 
 class FillProgress:
@@ -64,14 +65,16 @@ class FillProgress:
 class UnscoredStore:
     """
     Groups that were generated but not scored when a fill failed, so that a reward function can be mended without
-    generating them again: one file a rank, `<stage>/unscored-r<rank>-<fingerprint of the manifest>.npz`.
+    generating them again: one file a rank, which only the same rank of as many takes up, since ranks share the groups.
 
     Args:
         writer (`StageWriter`): of the stage.
+        num_ranks (`int`): that fill the stage.
     """
 
-    def __init__(self, writer: StageWriter) -> None:
-        self._path = unscored_path(writer.path, writer.rank, writer.manifest.fingerprint())
+    def __init__(self, writer: StageWriter, num_ranks: int) -> None:
+        share, fingerprint = f"r{writer.rank}of{num_ranks}", writer.manifest.fingerprint()
+        self._path = writer.path / f"{UNSCORED_PREFIX}{share}-{fingerprint}.npz"
 
     def save(self, results: list[GroupResult]) -> None:
         """Store `results`, whole or not at all, in place of what there was."""
@@ -108,9 +111,10 @@ class UnscoredStore:
         self._path.unlink(missing_ok=True)
 
 
-def unscored_path(stage: Path, rank: int, fingerprint: str) -> Path:
-    """File of [`UnscoredStore`]."""
-    return stage / f"unscored-r{rank}-{fingerprint}.npz"
+def remove_unscored(stage: Path) -> None:
+    """Delete what [`UnscoredStore`] left of any rank."""
+    for path in stage.glob(f"{UNSCORED_PREFIX}*"):
+        path.unlink()
 
 
 def fill_stage(
@@ -122,6 +126,7 @@ def fill_stage(
     progress: FillProgress,
     *,
     score_threads: int,
+    num_ranks: int = 1,
     check: Callable[[], None] = lambda: None,
     waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
@@ -141,10 +146,11 @@ def fill_stage(
         score (`Callable`): turns a finished group into the rows to store; called on threads.
         progress (`FillProgress`): told of every stored group.
         score_threads (`int`): groups scored at once.
+        num_ranks (`int`): that fill the stage, each its own `batches`.
         check (`Callable`): called between groups; raises when another rank has failed.
         waiting (`Callable`): context for the time spent waiting for rewards after the last group was generated.
     """
-    fill = _Fill(writer, score, progress, score_threads)
+    fill = _Fill(writer, score, progress, score_threads, num_ranks)
     try:
         fill.submit(fill.unscored.load())
         with waiting():
@@ -181,8 +187,9 @@ class _Fill:
         score: Callable[[GroupResult], GroupRollout],
         progress: FillProgress,
         score_threads: int,
+        num_ranks: int,
     ) -> None:
-        self.unscored = UnscoredStore(writer)
+        self.unscored = UnscoredStore(writer, num_ranks)
         self._writer = writer
         self._score = score
         self._progress = progress

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -187,7 +188,7 @@ def whole_models() -> Iterator[None]:
 def load_unsharded(policy: Path, device: torch.device) -> PreTrainedModel:
     """A whole, frozen copy of the policy in folder `policy` on `device`, also under ZeRO-3 and FSDP."""
     with whole_models():
-        model = AutoModelForCausalLM.from_pretrained(policy, dtype="auto", local_files_only=True)
+        model: Any = AutoModelForCausalLM.from_pretrained(policy, dtype="auto", local_files_only=True)
     return model.to(device).eval().requires_grad_(False)
 
 

@@ -47,8 +47,9 @@ def generation_body(request: GroupRequest, sampling: SamplingParams, model: str,
     """
     The request for one prompt group.
 
-    `cache_salt` names the weights: blocks of the prefix cache that were computed with others are never reused. There is no
-    seed: a seeded request stops vLLM's CPU build when its prompt is prefilled in chunks, and slows its older sampler.
+    `cache_salt` names the weights: blocks of the prefix cache that were computed with others are never reused. There
+    is no seed: a seeded request stops vLLM's CPU build when its prompt is prefilled in chunks, and slows its older
+    sampler.
 
     Raises:
         [`EngineError`]: when the prompt leaves no room for a single token.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import torch
 from datasets import Dataset
@@ -49,7 +50,7 @@ def skip_compiling_deepspeed_ops() -> None:
 
 def main() -> None:
     skip_compiling_deepspeed_ops()
-    spec = json.loads(open(sys.argv[1]).read())
+    spec = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
     resume = spec.pop("resume", None)
     model = spec.pop("model")

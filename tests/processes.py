@@ -1,0 +1,85 @@
+"""Training runs in processes of their own, forked from a server that has imported everything: about a second each."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from helpers import REPOSITORY, free_port
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["workers.training_run"])
+
+ZERO3 = {
+    "ACCELERATE_USE_DEEPSPEED": "true",
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
+    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
+}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended: its exit code (negative: the signal), when, and what it wrote."""
+
+    exitcode: int
+    ended_s: float
+    log: str
+
+
+def run_ranks(
+    specs: list[dict[str, Any]],
+    *,
+    resume: Any = None,
+    fault: dict[str, Any] | None = None,
+    zero3: bool = False,
+    timeout_s: float = 120,
+) -> list[Ended]:
+    """One process a spec, together one distributed run if there are several; waits until all have ended."""
+    from workers import training_run
+
+    paths = [str(REPOSITORY), str(REPOSITORY / "tests")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # of the fork server, which starts with the first process
+    shared = {
+        "WORLD_SIZE": str(len(specs)),
+        "LOCAL_WORLD_SIZE": str(len(specs)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "ACCELERATE_MIXED_PRECISION": "no",
+        **(ZERO3 if zero3 else {"ACCELERATE_USE_CPU": "true"}),
+    }
+    processes, logs = [], []
+    for rank, spec in enumerate(specs):
+        env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} if len(specs) > 1 else {}
+        folder = Path(spec["output_dir"])
+        folder.mkdir(parents=True, exist_ok=True)
+        logs.append(folder / f"rank{rank}.log")
+        arguments = (env, str(logs[-1]), spec, resume, fault)
+        processes.append(_CONTEXT.Process(target=training_run.child, args=arguments, daemon=True))
+    for process in processes:
+        process.start()
+    ended_s: dict[int, float] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(ended_s) < len(processes):
+        for rank, process in enumerate(processes):
+            if rank not in ended_s and process.exitcode is not None:
+                ended_s[rank] = time.monotonic()
+        if time.monotonic() > deadline:
+            for process in processes:
+                process.kill()
+            raise TimeoutError("\n".join(log.read_text()[-3000:] for log in logs))
+        time.sleep(0.05)
+    return [
+        Ended(process.exitcode or 0, ended_s[rank], logs[rank].read_text()) for rank, process in enumerate(processes)
+    ]
+
+
+def run_alone(spec: dict[str, Any], **options: Any) -> Ended:
+    """One process."""
+    return run_ranks([spec], **options)[0]
