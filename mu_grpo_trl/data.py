@@ -375,14 +375,16 @@ def dataset_hash(dataset: Dataset) -> str:
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     """
     SHA-256 of all that decides the ids of a prompt, as 64 hex digits: vocabulary, special tokens, chat template, and
-    the ids of a fixed probe text (which also shows merges, normalization and added BOS or EOS).
+    the ids of a text of its own tokens (which also shows merges, normalization and added BOS or EOS).
     """
+    step = max(1, len(tokenizer) // 512)
+    probe = tokenizer.decode(list(range(0, len(tokenizer), step)), skip_special_tokens=True)
     content = {
         "vocab": tokenizer.get_vocab(),
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "special_ids": [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id],
         "chat_template": tokenizer.chat_template,
-        "probe": tokenizer("Let $x_1 = 12345.67$;\n\n  naïve  ∫ \\boxed{\\frac{1}{2}} 你好")["input_ids"],
+        "probe": tokenizer(probe)["input_ids"],
     }
     return hashlib.sha256(_canonical(content)).hexdigest()
 
