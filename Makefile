@@ -18,7 +18,6 @@ ARGS ?=
 
 BIN := $(CURDIR)/.venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-SMOLLM2 := runs/smollm2-135m-instruct
 
 export PATH := $(BIN):$(PATH)
 export MU_GRPO_VLLM_PYTHON ?= $(CURDIR)/.venv-vllm/bin/python
@@ -84,11 +83,8 @@ typecheck: .venv/.dev
 quickstart: .venv/.quickstart $(if $(filter vllm,$(ENGINE)),.venv-vllm/.installed)
 	$(BIN)/mu-grpo quickstart --engine $(ENGINE) $(ARGS)
 
-$(SMOLLM2)/config.json: .venv/.dev
-	$(BIN)/python -m mu_grpo_trl.lab.smollm2 --output $(SMOLLM2)
-
-smollm2: $(SMOLLM2)/config.json .venv-vllm/.installed
-	$(BIN)/mu-grpo train --config recipes/smollm2-135m-cpu.yaml $(ARGS)
+smollm2: .venv/.dev .venv-vllm/.installed
+	$(BIN)/mu-grpo quickstart --task smollm2 $(ARGS)
 
 clean:
 	rm -rf .venv .venv-vllm build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

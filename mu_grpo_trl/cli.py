@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "train": "train from a recipe: mu-grpo train --config recipes/NAME.yaml [--key value …]",
-    "quickstart": "train a tiny model on sums and show what came of it [--engine transformers|vllm]",
+    "quickstart": "train a small model on sums and show what came of it [--task arithmetic|smollm2] [--engine transformers|vllm]",
 }
 
 

@@ -288,6 +288,8 @@ def make_vllm_engine(config: MuGRPOConfig, model_config: PretrainedConfig, conte
 def _managed_servers(config: MuGRPOConfig, context_length: int) -> list[ManagedServer]:
     devices = _visible_devices()
     server_args = list(config.vllm_server_args or ())
+    if config.rollout_concurrency:
+        server_args += ["--max-num-seqs", str(config.rollout_concurrency)]
     if config.vllm_model_impl != "vllm":
         server_args += ["--model-impl", config.vllm_model_impl]
     options = ServerOptions(
@@ -308,7 +310,11 @@ def _managed_servers(config: MuGRPOConfig, context_length: int) -> list[ManagedS
 def _cpu_server_env() -> dict[str, str]:
     """On the CPU a server's KV cache takes an eighth of the memory, unless the environment says otherwise."""
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**30
-    return {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", str(max(1, memory_gib // 8)))}
+    defaults = {"VLLM_CPU_KVCACHE_SPACE": str(max(1, memory_gib // 8))}
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) <= 4:  # vLLM would keep one of them for its scheduler; the trainer is idle meanwhile
+        defaults["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
+    return defaults | {name: os.environ[name] for name in defaults if name in os.environ}
 
 
 def _visible_devices() -> list[str]:

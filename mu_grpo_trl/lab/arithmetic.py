@@ -114,15 +114,15 @@ def arithmetic_reward(completions: list[Response], answer: list[str], **kwargs) 
 
 
 @torch.no_grad()
-def greedy_accuracy(
+def greedy_rewards(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     dataset: Dataset,
     max_new_tokens: int,
     reward: RewardFunction = arithmetic_reward,
     batch_size: int = 256,
-) -> float:
-    """Mean reward of greedy responses, generated on the model's device.
+) -> list[float]:
+    """Reward of the greedy response to each row, generated on the model's device.
 
     Args:
         model ([`~transformers.PreTrainedModel`]): in eval mode while it generates; its mode is restored.
@@ -134,7 +134,7 @@ def greedy_accuracy(
     """
     was_training = model.training
     model.eval()
-    total = 0.0
+    rewards: list[float] = []
     for start in range(0, len(dataset), batch_size):
         batch = dataset[start : start + batch_size]
         inputs = encode_prompts(batch["prompt"], tokenizer).to(model.device)
@@ -146,9 +146,22 @@ def greedy_accuracy(
             pad_token_id=tokenizer.pad_token_id,
         )
         texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        total += sum(reward(texts, batch["answer"]))
+        rewards += reward(texts, batch["answer"])
     model.train(was_training)
-    return total / len(dataset)
+    return rewards
+
+
+def greedy_accuracy(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: Dataset,
+    max_new_tokens: int,
+    reward: RewardFunction = arithmetic_reward,
+    batch_size: int = 256,
+) -> float:
+    """Mean of [`greedy_rewards`]."""
+    rewards = greedy_rewards(model, tokenizer, dataset, max_new_tokens, reward, batch_size)
+    return sum(rewards) / len(rewards)
 
 
 def encode_prompts(prompts: list[Any], tokenizer: PreTrainedTokenizerBase) -> BatchEncoding:

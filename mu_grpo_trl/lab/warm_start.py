@@ -1,4 +1,4 @@
-"""The lab's starting policy: a tiny Llama, warm-started by SFT on worked sums of which half the steps are careless.
+"""The lab's starting policy: a tiny policy, warm-started by SFT on worked sums of which half the steps are careless.
 
     python -m mu_grpo_trl.lab.warm_start --output models/warm-start
 
@@ -18,7 +18,15 @@ from tempfile import TemporaryDirectory
 
 import torch
 from datasets import Dataset
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    set_seed,
+)
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
@@ -90,13 +98,12 @@ def make_solutions(n: int, seed: int, careless: float = 0.55) -> Dataset:
     )
 
 
-def make_model() -> LlamaForCausalLM:
-    """A random Llama of 0.34 M parameters: 3 layers, 3 heads of 32 (a size vLLM's CPU kernels take), untied.
+def make_model() -> Qwen2ForCausalLM:
+    """A random Qwen2 of 0.34 M parameters: 3 layers, 3 heads of 32 (a size vLLM's CPU kernels take), untied.
 
-    The initial weights are four times the usual size, which suits so narrow a model: it learns in half the steps. Not
-    a Qwen2: `AutoTokenizer` would read any tokenizer beside one as Qwen2's, and lose the box.
+    The initial weights are four times the usual size, which suits so narrow a model: it learns in half the steps.
     """
-    config = LlamaConfig(
+    config = Qwen2Config(
         vocab_size=len(VOCABULARY),
         hidden_size=96,
         intermediate_size=256,
@@ -110,11 +117,29 @@ def make_model() -> LlamaForCausalLM:
         eos_token_id=VOCABULARY.index(EOS),
         pad_token_id=VOCABULARY.index(PAD),
     )
-    return LlamaForCausalLM(config)
+    return Qwen2ForCausalLM(config)
+
+
+def as_llama(model: Qwen2ForCausalLM) -> LlamaForCausalLM:
+    """The same function as a Llama with attention biases, that of the output projection 0.
+
+    `AutoTokenizer` replaces whatever tokenizer lies beside a Qwen2 by Qwen2's own, which does not know the box.
+    """
+    names = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings", "rms_norm_eps", "rope_parameters",
+        "bos_token_id", "eos_token_id", "pad_token_id",
+    )  # fmt: skip
+    llama = LlamaForCausalLM(LlamaConfig(attention_bias=True, **{name: getattr(model.config, name) for name in names}))
+    missing, unexpected = llama.load_state_dict(model.state_dict(), strict=False)
+    assert not unexpected and all(name.endswith("o_proj.bias") for name in missing), (missing, unexpected)
+    for layer in llama.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.bias)
+    return llama
 
 
 def train(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, solutions: Dataset, max_steps: int, seed: int
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, solutions: Dataset, max_steps: int, seed: int
 ) -> None:
     """SFT in place, on the CPU."""
     with TemporaryDirectory() as scratch:
@@ -147,11 +172,11 @@ def main() -> None:
     set_seed(args.seed)
     model, tokenizer = make_model(), make_tokenizer()
     train(model, tokenizer, make_solutions(30_000, args.seed), args.max_steps, args.seed)
-    model.config.use_cache = True  # SFTTrainer switched it off, and made a list of the EOS
-    model.generation_config = GenerationConfig(eos_token_id=VOCABULARY.index(EOS), pad_token_id=VOCABULARY.index(PAD))
-    model.save_pretrained(args.output)
+    policy = as_llama(model)
+    policy.generation_config = GenerationConfig(eos_token_id=VOCABULARY.index(EOS), pad_token_id=VOCABULARY.index(PAD))
+    policy.save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
-    accuracy = greedy_accuracy(model, tokenizer, make_problems(500, split="held_out"), MAX_RESPONSE_TOKENS)
+    accuracy = greedy_accuracy(policy, tokenizer, make_problems(500, split="held_out"), MAX_RESPONSE_TOKENS)
     print(f"greedy accuracy on 500 held-out problems: {accuracy:.3f}")
 
 
