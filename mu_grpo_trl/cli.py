@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "train": "train from a recipe: mu-grpo train --config recipes/NAME.yaml [--key value …]",
-    "quickstart": "train a small model on sums and show what came of it [--task arithmetic|smollm2] [--engine transformers|vllm]",
+    "quickstart": "train a small model on sums, show what came of it [--task arithmetic|smollm2] [--engine vllm]",
 }
 
 

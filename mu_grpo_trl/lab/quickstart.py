@@ -84,7 +84,7 @@ def run(name: str, engine: str | None, seed: int, output_dir: Path, overrides: S
 
     Args:
         name (`str`): of the task.
-        engine (`str` or None): `"transformers"` (in this process) or `"vllm"` (a managed server); None for the recipe's.
+        engine (`str` or None): `"transformers"` (in process) or `"vllm"` (a managed server); None for the recipe's.
         seed (`int`): of data order, sampling and training; the held-out problems are the same for all seeds.
         output_dir (`Path`): stages that a former run left there are removed.
         overrides (`Sequence[str]`): more `--key value` arguments.

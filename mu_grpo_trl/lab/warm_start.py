@@ -133,8 +133,8 @@ def as_llama(model: Qwen2ForCausalLM) -> LlamaForCausalLM:
     llama = LlamaForCausalLM(LlamaConfig(attention_bias=True, **{name: getattr(model.config, name) for name in names}))
     missing, unexpected = llama.load_state_dict(model.state_dict(), strict=False)
     assert not unexpected and all(name.endswith("o_proj.bias") for name in missing), (missing, unexpected)
-    for layer in llama.model.layers:
-        torch.nn.init.zeros_(layer.self_attn.o_proj.bias)
+    for name in missing:
+        torch.nn.init.zeros_(llama.get_parameter(name))
     return llama
 
 
