@@ -23,14 +23,13 @@ export PATH := $(BIN):$(PATH)
 export MU_GRPO_VLLM_PYTHON ?= $(CURDIR)/.venv-vllm/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv .venv-vllm test test-fast faults lint format typecheck quickstart smollm2 clean
+.PHONY: help .venv .venv-vllm test test-fast lint format typecheck quickstart smollm2 clean
 
 help:
 	@echo 'make quickstart [ENGINE=transformers|vllm]   train a tiny model on sums and show what came of it'
 	@echo 'make smollm2      train SmolLM2-135M-Instruct on sums, through a vLLM server on the CPU'
 	@echo 'make test         all tests (about 15 minutes on 2 cores); ARGS="-k name" chooses among them'
 	@echo 'make test-fast    the tests that need no vLLM server, no second process and no patience'
-	@echo 'make faults       kill, freeze and corrupt everything in turn, and check that runs recover'
 	@echo 'make lint format typecheck   ruff, ruff format, pyright'
 	@echo 'make .venv .venv-vllm        only the virtual environments: training and tests; the vLLM server'
 	@echo 'make clean        remove the virtual environments and caches (never runs/)'
@@ -65,9 +64,6 @@ test: .venv/.dev .venv-vllm/.installed
 
 test-fast: .venv/.dev
 	$(BIN)/python -m pytest -m 'not vllm and not distributed and not slow' $(ARGS)
-
-faults: .venv/.dev .venv-vllm/.installed
-	$(BIN)/python -m pytest tests/faults $(ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
