@@ -30,7 +30,7 @@ class SamplingParams:
         num_generations (`int`): G, responses per prompt group.
         eos_token_ids (`tuple[int, ...]`): tokens that end a response; the sampled one is kept in the response.
         stop (`tuple[str, ...]`): strings that end a response (`finish_reason` is then `"stop"`).
-        seed (`int`): the stage's sampling seed; engines derive one of their own per group or batch from it.
+        seed (`int`): the stage's sampling seed; the in-process engine derives one per batch from it. vLLM gets none.
     """
 
     temperature: float
