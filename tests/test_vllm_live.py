@@ -109,7 +109,7 @@ def test_b18_behavior_logps_are_the_trainers_after_temperature(
 ) -> None:
     results = answers(engine, 4, SamplingParams(temperature, 40, 96, 4, (EOS, END_OF_TURN), seed=11))
     for group, result in results.items():
-        assert len({tuple(completion.token_ids) for completion in result.completions}) == 4
+        assert len({tuple(completion.token_ids) for completion in result.completions}) > 1  # sampled, each by itself
         for completion in result.completions:
             sequence = prompt(group) + completion.token_ids.tolist()
             expected = trainer_logps(policies[0], sequence, temperature)[len(prompt(group)) - 1 :]
