@@ -82,6 +82,11 @@ class Telemetry:
         self._charge()
         return sum(seconds for kind, seconds in self.seconds.items() if kind != "evaluation")
 
+    @property
+    def rollout_s(self) -> float:
+        """T_rollout in seconds: generation and rewards."""
+        return self.seconds["rollout"] + self.seconds["reward"]
+
     def metrics(self) -> dict[str, float]:
         """Cumulative `time/<kind>_s`, `time/total_s`, and rates and shares where there is something to divide."""
         total_s = self.total_s()
@@ -113,7 +118,7 @@ def write_summary(path: Path, telemetry: Telemetry, schedule: Schedule, num_upda
     summary: dict[str, float] = {
         "num_updates": num_updates,
         "num_stages": schedule.num_stages,
-        "rollout_s": telemetry.seconds["rollout"] + telemetry.seconds["reward"],
+        "rollout_s": telemetry.rollout_s,
         "total_s": telemetry.total_s(),
         **{f"{kind}_s": telemetry.seconds[kind] for kind in KINDS if kind != "rollout"},
         **telemetry.counts,
