@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from .engine import Completion, EngineError, GroupRequest, GroupResult, SamplingParams
@@ -26,7 +27,7 @@ class TransformersEngine:
 
     One call of [`generate`] answers its requests as one batch, whose random numbers depend on `sampling.seed` and the
     groups of the batch alone: the same batch gives the same bits again. Prompts are prefilled once per group, not once
-    per response, and finished rows leave the batch.
+    per response, the cache is appended to in place, and finished rows leave the batch.
 
     Args:
         model (`PreTrainedModel` or None): the unwrapped training model; None to load a copy of each policy from disk
@@ -96,9 +97,11 @@ class TransformersEngine:
         lengths = torch.zeros(len(rows), dtype=torch.int64, device=device)
         stopped = torch.zeros(len(rows), dtype=torch.bool, device=device)
 
-        logits, cache, mask = self._prefill(model, batch)
+        logits, cache, mask = self._prefill(model, batch, max_tokens)
         logits, mask = logits.repeat_interleave(size, 0), mask.repeat_interleave(size, 0)
         cache.batch_repeat_interleave(size)
+        cached = mask.size(1) - max_tokens  # columns of the mask; what is sampled later counts as seen, but is not there
+        positions = mask[:, :cached].sum(1, keepdim=True)
         alive = torch.ones_like(stopped)  # of `rows`
         for step in range(max_tokens):
             step_logps = (logits.float() / sampling.temperature).log_softmax(-1)
@@ -114,37 +117,87 @@ class TransformersEngine:
                 break
             if num_alive < COMPACT_BELOW * len(rows):
                 cache.batch_select_indices(alive.nonzero()[:, 0])
-                rows, mask, sampled, alive = rows[alive], mask[alive], sampled[alive], alive[alive]
-            mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
+                rows, mask, sampled, positions = rows[alive], mask[alive], sampled[alive], positions[alive]
+                alive = alive[alive]
             with self._autocast():
                 logits = model(
                     input_ids=sampled,
-                    attention_mask=mask,
-                    position_ids=mask.sum(1, keepdim=True) - 1,
+                    attention_mask=mask[:, : cached + step + 1],
+                    position_ids=positions + step,
                     past_key_values=cache,
                     use_cache=True,
                 ).logits[:, -1]
         return _completions(tokens, logps, lengths, stopped)
 
     def _prefill(
-        self, model: PreTrainedModel, batch: list[GroupRequest]
+        self, model: PreTrainedModel, batch: list[GroupRequest], max_tokens: int
     ) -> tuple[torch.Tensor, DynamicCache, torch.Tensor]:
-        """Next-token logits `(B, V)`, cache and mask `(B, P)` of the left-padded prompts."""
+        """Next-token logits `(B, V)`, cache and mask `(B, P + max_tokens)` of the left-padded prompts."""
         longest = max(len(request.prompt_ids) for request in batch)
         ids = torch.full((len(batch), longest), self._pad_token_id)
-        mask = torch.zeros(len(batch), longest, dtype=torch.int64)
+        mask = torch.ones(len(batch), longest + max_tokens, dtype=torch.int64)
         for row, request in enumerate(batch):
             ids[row, longest - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
-            mask[row, longest - len(request.prompt_ids) :] = 1
+            mask[row, : longest - len(request.prompt_ids)] = 0
         ids, mask = ids.to(self._device), mask.to(self._device)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        cache = DynamicCache(config=model.config)
+        positions = (mask[:, :longest].cumsum(1) - 1).clamp(min=0)
+        cache = _roomy_cache(model, longest + max_tokens)
         with self._autocast():
             output = model(
-                input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
-                logits_to_keep=1,
+                input_ids=ids, attention_mask=mask[:, :longest], position_ids=positions, past_key_values=cache,
+                use_cache=True, logits_to_keep=1,
             )  # fmt: skip
         return output.logits[:, -1], cache, mask
+
+
+class _RoomyLayer(DynamicLayer):
+    """
+    A growing cache layer that writes a new token in place, where its parent copies all that is cached.
+
+    Args:
+        max_length (`int`): tokens it will ever hold; its buffers double up to that.
+    """
+
+    def __init__(self, max_length: int) -> None:
+        super().__init__()
+        self._max_length = max_length
+        self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        start = self.get_seq_length()
+        stop = start + key_states.size(-2)
+        if self._buffers is None or self._buffers[0].size(-2) < stop:
+            room = max(stop, min(2 * stop, self._max_length))
+            self._buffers = tuple(
+                new.new_empty(*new.shape[:-2], room, new.size(-1)) for new in (key_states, value_states)
+            )
+            if start:
+                self._buffers[0][..., :start, :] = self.keys
+                self._buffers[1][..., :start, :] = self.values
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        keys, values = self._buffers
+        keys[..., start:stop, :] = key_states
+        values[..., start:stop, :] = value_states
+        self.keys, self.values = keys[..., :stop, :], values[..., :stop, :]
+        return self.keys, self.values
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._buffers = None
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._buffers = None
+
+
+def _roomy_cache(model: PreTrainedModel, max_length: int) -> DynamicCache:
+    """The model's cache; layers of full attention are appended to in place."""
+    cache = DynamicCache(config=model.config)
+    cache.layers = [_RoomyLayer(max_length) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
 
 
 @torch.no_grad()
