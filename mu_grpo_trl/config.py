@@ -181,6 +181,21 @@ class MuGRPOConfig(GRPOConfig):
             Padded tokens (prompt and response) a rank forwards at once; a longer response goes alone.
         skip_zero_advantage (`bool`, *optional*, defaults to `True`):
             Leave responses of zero advantage out of the forward pass: they add nothing to the gradient.
+        sort_by_length (`bool`, *optional*, defaults to `True`):
+            Cut an update into micro-batches of rows of like length and equal cost per rank. Off, rows keep their
+            order.
+        share_prompts (`bool`, *optional*):
+            Forward the responses to one prompt as one row behind a single copy of it (needs `sdpa` attention). By
+            default in updates where that costs less: long prompts, short responses.
+        padding_free (`bool`, *optional*):
+            Pack the sequences of a micro-batch into one row. By default where the attention is a kernel for varying
+            lengths (`attn_implementation: flash_attention_2`); with `sdpa` it is exact, but slow.
+        read_ahead (`bool`, *optional*, defaults to `True`):
+            Read and collate the next update on a thread while one is optimized.
+        lean_head (`bool`, *optional*, defaults to `True`):
+            Leave entropies out of the LM head in training, unless `entropy_coef` needs them.
+        sync_once (`bool`, *optional*, defaults to `True`):
+            Synchronize gradients between ranks once an update, where the backend can (DDP, FSDP2).
         reward_workers (`int`, *optional*):
             Processes (and threads) that score rewards beside generation. Defaults to the number of CPUs, 8 at most.
         reward_timeout_s (`float`, *optional*, defaults to `30.0`):
@@ -254,6 +269,16 @@ class MuGRPOConfig(GRPOConfig):
     skip_zero_advantage: bool = field(
         default=True, metadata={"help": "Leave responses of zero advantage out of the forward pass."}
     )
+    sort_by_length: bool = field(default=True, metadata={"help": "Micro-batches of like length, balanced over ranks."})
+    share_prompts: bool | None = field(
+        default=None, metadata={"help": "One copy of a prompt for its responses; by default where that costs less."}
+    )
+    padding_free: bool | None = field(
+        default=None, metadata={"help": "Pack micro-batches without padding; by default with varlen attention."}
+    )
+    read_ahead: bool = field(default=True, metadata={"help": "Prepare the next update on a thread."})
+    lean_head: bool = field(default=True, metadata={"help": "No entropies in training unless needed."})
+    sync_once: bool = field(default=True, metadata={"help": "One gradient synchronization an update (DDP, FSDP2)."})
     reward_workers: int | None = field(default=None, metadata={"help": "Processes that score rewards."})
     reward_timeout_s: float = field(default=30.0, metadata={"help": "Seconds one reward call may take."})
     reward_error: str = field(default="stop", metadata={"help": "'stop' or 'unscorable'."})
@@ -268,6 +293,7 @@ class MuGRPOConfig(GRPOConfig):
         self._check_choices()
         self._fill_defaults_of_objective()
         self._check_ranges()
+        self._check_layout()
         # The parent derives its generation batch from these; both are meaningless here and are set back below.
         self.steps_per_generation, self.generation_batch_size = self.num_generations, None
         super().__post_init__()
@@ -367,6 +393,13 @@ class MuGRPOConfig(GRPOConfig):
         limit = self.context_limit
         if limit is not None and limit < 2:
             raise ValueError(f"A context of {limit} tokens leaves no room for a prompt and a response.")
+
+    def _check_layout(self) -> None:
+        if self.share_prompts and self.padding_free:
+            raise ValueError(
+                "`share_prompts=True` contradicts `padding_free=True`: a shared prompt needs an attention mask, and "
+                "packed rows must have none. Leave one out."
+            )
 
     def _check_shares_of_ranks(self) -> None:
         assert self.num_generations is not None

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head, use_adapter
+
+from .stage.collate import shared_prompt_mask
 
 logger = logging.getLogger(__name__)
 
@@ -52,19 +54,59 @@ def completion_logps(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tenso
 
     Args:
         model (`nn.Module`): with TRL's fused head.
-        inputs (`dict[str, Tensor]`): from [`~mu_grpo_trl.stage.batches.collate`]; rows are right-padded, so causal
-            attention needs no mask.
+        inputs (`dict[str, Tensor]`): from [`~mu_grpo_trl.stage.collate.collate`]. Padding is on the right and packed
+            sequences are told apart by their positions, so only shared prompts need an attention mask.
 
     Returns:
         `tuple[Tensor, Tensor | None]`: each float `(B, T)`; arbitrary at padding.
     """
-    outputs = model(input_ids=inputs["input_ids"], labels=inputs["labels"], fused_lm_head=True)
-    # The head's column j belongs to token j + 1, and completion token t is input token prompt_lengths + t.
+    layout = {name: inputs[name] for name in ("position_ids",) if name in inputs}
+    if "segments" in inputs:
+        layout["attention_mask"] = shared_prompt_mask(inputs["segments"])
+    outputs = model(
+        input_ids=inputs["input_ids"], labels=inputs["labels"], use_cache=False, fused_lm_head=True, **layout
+    )
+    # The head's column j belongs to token j + 1.
+    width = outputs.log_probs.size(1)
     steps = torch.arange(inputs["completion_mask"].size(1), device=inputs["input_ids"].device)
-    columns = inputs["prompt_lengths"][:, None] - 1 + steps
-    columns = columns.clamp(max=outputs.log_probs.size(1) - 1)
-    entropies = None if outputs.entropy is None else outputs.entropy.gather(1, columns)
-    return outputs.log_probs.gather(1, columns), entropies
+    columns = (inputs["columns"][:, None] + steps).clamp(max=width - 1)
+    places = inputs["rows"][:, None] * width + columns
+
+    def completions(values: Tensor) -> Tensor:
+        return values.flatten().gather(0, places.flatten()).view_as(places)
+
+    entropies = None if outputs.entropy is None else completions(outputs.entropy)
+    return completions(outputs.log_probs), entropies
+
+
+def attention_cost(config: PretrainedConfig, num_parameters: int) -> float:
+    """
+    What attention adds to the cost of a row, for [`~mu_grpo_trl.stage.batches.plan_update`].
+
+    A token costs 2 · `num_parameters` operations, and 4 · layers · heads · head size for each token it looks back at,
+    of which there are half the row's length on average. 0 where the configuration does not say.
+    """
+    text = config.get_text_config()
+    heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
+    if not (isinstance(heads, int) and isinstance(hidden, int)):
+        return 0.0
+    head_size = getattr(text, "head_dim", None) or hidden // heads
+    return text.num_hidden_layers * heads * head_size / num_parameters
+
+
+def takes_attention_mask(model: PreTrainedModel) -> bool:
+    """Whether every layer of `model` attends as a 4-dimensional mask says, so that responses can share a prompt."""
+    text = model.config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    is_sliding = kinds != {"full_attention"} or (
+        getattr(text, "layer_types", None) is None and getattr(text, "sliding_window", None) is not None
+    )
+    return bool(model._supports_sdpa) and text._attn_implementation == "sdpa" and not is_sliding
+
+
+def has_varlen_attention(model: PreTrainedModel) -> bool:
+    """Whether `model` attends by a kernel that takes sequences of any length without padding."""
+    return "flash" in (model.config.get_text_config()._attn_implementation or "")
 
 
 @torch.no_grad()

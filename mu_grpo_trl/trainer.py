@@ -153,7 +153,7 @@ class MuGRPOTrainer(GRPOTrainer):
         self.telemetry = Telemetry()
         base_model = self._base_model()
         turn_dropout_off(self.model)
-        if not args.entropy_coef:
+        if args.lean_head and not args.entropy_coef:
             use_lean_head_in_training(base_model, self.temperature, args.cast_lm_head_to_fp32)
         if args.rollout_engine == "transformers":
             shared = None if is_sharded(self.accelerator) else self.model
@@ -167,14 +167,7 @@ class MuGRPOTrainer(GRPOTrainer):
         )  # fmt: skip
         self.stage_callback = StageCallback(self.schedule, self.telemetry, lambda: self.stage_maker.settings)
         self.add_callback(self.stage_callback)
-        needs_every_row = bool(args.beta or args.entropy_coef) or not args.skip_zero_advantage
-        self._batch_options = BatchOptions(
-            max_tokens=args.max_tokens_per_microbatch,
-            max_rows=args.per_device_train_batch_size,
-            skip_zero_advantage=not needs_every_row,
-            mask_truncated=args.mask_truncated_completions,
-            pad_token_id=self._tokenizer.pad_token_id,
-        )
+        self._batch_options = BatchOptions.of(args, base_model, self._tokenizer.pad_token_id, self._num_parameters)
         self._objective = make_objective(args)
         self._batches: StageBatches | None = None
         self._clip: dict[str, torch.Tensor] = {}  # M2PO's bound where it is found over the whole update
@@ -210,12 +203,13 @@ class MuGRPOTrainer(GRPOTrainer):
 
     def _forward_backward(self, model, microbatches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
         total = torch.zeros((), device=self.accelerator.device)
-        synchronizes_itself = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED  # synchronizes by itself
+        syncs_each_time = is_deepspeed or not self.args.sync_once
         try:
             for number, microbatch in enumerate(microbatches, start=1):
                 is_last = number == len(microbatches)
                 self.accelerator.gradient_state._set_sync_gradients(is_last)
-                with nullcontext() if is_last or synchronizes_itself else self.accelerator.no_sync(model):
+                with nullcontext() if is_last or syncs_each_time else self.accelerator.no_sync(model):
                     total += Trainer.training_step(self, model, microbatch)
         finally:
             self.accelerator.gradient_state._set_sync_gradients(True)

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
+from transformers import PreTrainedModel
 
 from .anchors import AnchorStore
 from .config import MuGRPOConfig
@@ -23,10 +25,12 @@ from .losses import (
     skipped_sums,
     token_log_ratios,
 )
+from .policy import attention_cost, has_varlen_attention, takes_attention_mask
 from .rollout.engine import EngineError
 from .schedule import Schedule
-from .stage.batches import UpdatePlan, collate, plan_update
-from .stage.reader import StageReader
+from .stage.batches import UpdatePlan, bundle_length, bundle_responses, plan_update
+from .stage.collate import collate
+from .stage.reader import Response, StageReader
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,11 @@ class BatchOptions:
         skip_zero_advantage (`bool`): leave responses without gradient out; not where KL or entropy need them.
         mask_truncated (`bool`): responses cut by the token limit add nothing (they still count in N).
         pad_token_id (`int`): fills padded positions.
+        share_prompts (`bool` or None): see [`~mu_grpo_trl.stage.batches.bundle_responses`].
+        padding_free (`bool`): pack sequences without padding.
+        sort_by_length (`bool`): see [`~mu_grpo_trl.stage.batches.plan_update`].
+        attention_cost (`float`): of the model, see there.
+        read_ahead (`bool`): prepare the next update on a thread.
     """
 
     max_tokens: int
@@ -47,6 +56,40 @@ class BatchOptions:
     skip_zero_advantage: bool
     mask_truncated: bool
     pad_token_id: int
+    share_prompts: bool | None = False
+    padding_free: bool = False
+    sort_by_length: bool = True
+    attention_cost: float = 0.0
+    read_ahead: bool = True
+
+    @classmethod
+    def of(cls, config: MuGRPOConfig, model: PreTrainedModel, pad_token_id: int, num_parameters: int) -> BatchOptions:
+        """
+        What `config` asks for, and what `model` can do where it leaves that open.
+
+        Raises:
+            `ValueError`: it asks for a layout that the model's attention cannot compute.
+        """
+        can_share = takes_attention_mask(model)
+        if config.share_prompts and not can_share:
+            raise ValueError(
+                f"`share_prompts=True` needs full attention by 'sdpa' in every layer, but {type(model).__name__} has "
+                f"'{model.config._attn_implementation}' or other layers. Leave it out."
+            )
+        padding_free = has_varlen_attention(model) if config.padding_free is None else config.padding_free
+        needs_every_row = bool(config.beta or config.entropy_coef) or not config.skip_zero_advantage
+        return cls(
+            max_tokens=config.max_tokens_per_microbatch,
+            max_rows=config.per_device_train_batch_size,
+            skip_zero_advantage=not needs_every_row,
+            mask_truncated=config.mask_truncated_completions,
+            pad_token_id=pad_token_id,
+            share_prompts=config.share_prompts if can_share and not padding_free else False,
+            padding_free=padding_free,
+            sort_by_length=config.sort_by_length,
+            attention_cost=attention_cost(model.config, num_parameters),
+            read_ahead=config.read_ahead,
+        )
 
 
 @dataclass(frozen=True)
@@ -56,13 +99,13 @@ class UpdateBatch:
 
     Args:
         microbatches (`list[dict[str, torch.Tensor]]`): this rank's, as many as every other rank's; see
-            [`~mu_grpo_trl.stage.batches.collate`].
+            [`~mu_grpo_trl.stage.collate.collate`].
         num_responses (`int`): N, responses of the update over all ranks, skipped ones included.
         num_tokens (`int`): generated tokens of those.
         num_skipped (`int`): responses of those that nobody forwards.
         skipped_sums (`torch.Tensor`): the additive sums of the responses nobody forwards, counted on rank 0 alone.
         plan (`UpdatePlan`): of all ranks.
-        rows (`list[list[tuple[int, int]]]`): `(group, sample)` of each row of each micro-batch.
+        rows (`list[list[tuple[int, int]]]`): `(group, sample)` of each response of each micro-batch.
         metrics (`dict[str, float]`): of the update's rollouts, under TRL's names; the same on every rank.
         trained_tokens (`int`): generated tokens of forwarded responses over all ranks.
     """
@@ -128,7 +171,9 @@ class StageBatches:
         ahead = self._ahead
         batch = ahead[1].result() if ahead is not None and ahead[0] == update else self.build(update)
         following = update + 1
-        if following < self._schedule.first_update(self.stage) + self._schedule.updates_in(self.stage):
+        if self._options.read_ahead and following < self._schedule.first_update(
+            self.stage
+        ) + self._schedule.updates_in(self.stage):
             self._ahead = following, self._thread.submit(self.build, following)
         return batch
 
@@ -144,26 +189,32 @@ class StageBatches:
         truncated = self.reader.truncated(groups)
         forwarded = self._forwarded(advantages, truncated)
         group_of, sample_of = np.nonzero(forwarded)
-        plan = plan_update(
-            prompt_lengths[forwarded],
-            completion_lengths[forwarded],
-            self._num_ranks,
-            self._options.max_tokens,
-            max_rows_per_microbatch=self._options.max_rows,
+        prompts, completions, options = prompt_lengths[forwarded], completion_lengths[forwarded], self._options
+        bundles = bundle_responses(
+            group_of, prompts, completions, options.max_tokens, options.attention_cost, options.share_prompts
         )
-        rows = [
-            [(int(groups[group_of[row]]), int(sample_of[row])) for row in microbatch]
-            for microbatch in plan.microbatches[self._rank]
+        plan = plan_update(
+            [bundle_length(bundle, prompts, completions) for bundle in bundles],
+            self._num_ranks,
+            options.max_tokens,
+            max_rows_per_microbatch=options.max_rows,
+            padding_free=options.padding_free,
+            attention_cost=options.attention_cost,
+            sort_by_length=options.sort_by_length,
+        )
+        microbatches = [
+            [[(int(groups[group_of[i]]), int(sample_of[i])) for i in bundles[number]] for number in numbers]
+            for numbers in plan.microbatches[self._rank]
         ]
         skipped = skipped_sums(completion_lengths[~forwarded].tolist() if self._rank == 0 else [])
         return UpdateBatch(
-            microbatches=[self._collate(microbatch) for microbatch in rows],
+            microbatches=[self._collate(microbatch) for microbatch in microbatches],
             num_responses=advantages.size,
             num_tokens=int(completion_lengths.sum()),
             num_skipped=int((~forwarded).sum()),
             skipped_sums=skipped,
             plan=plan,
-            rows=rows,
+            rows=[list(chain.from_iterable(microbatch)) for microbatch in microbatches],
             metrics=_rollout_metrics(self.reader, groups, completion_lengths, truncated, advantages),
             trained_tokens=int(completion_lengths[forwarded].sum()),
         )
@@ -172,14 +223,15 @@ class StageBatches:
         keep = advantages != 0 if self._options.skip_zero_advantage else np.ones_like(advantages, dtype=bool)
         return keep & ~truncated if self._options.mask_truncated else keep
 
-    def _collate(self, rows: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
-        responses = [self.reader.response(group, sample) for group, sample in rows]
+    def _collate(self, bundles: list[list[tuple[int, int]]]) -> dict[str, torch.Tensor]:
+        responses = [[self._response(*row) for row in bundle] for bundle in bundles]
+        return collate(responses, self._options.pad_token_id, self._options.padding_free)
+
+    def _response(self, group: int, sample: int) -> Response:
+        response = self.reader.response(group, sample)
         if self.anchors is not None:
-            responses = [
-                replace(response, behavior_logps=self.anchors.logps(*row))
-                for response, row in zip(responses, rows, strict=True)
-            ]
-        return collate(responses, self._options.pad_token_id)
+            response = replace(response, behavior_logps=self.anchors.logps(group, sample))
+        return response
 
 
 def make_objective(config: MuGRPOConfig) -> Callable[..., LossOutputs]:

@@ -15,7 +15,18 @@ from mu_grpo_trl.stage.schema import GroupRollout, ResponseRow
 from mu_grpo_trl.stage.writer import StageWriter
 
 NUM_UPDATES = 8
-EMPTY_UPDATE, LONELY_UPDATE = 2, 3
+EMPTY_UPDATE, LONELY_UPDATE, VETOED_UPDATE = 2, 3, 5
+VETO_THRESHOLD = 0.3  # above any probability that the tiny policy gives to a token
+OPTIMIZATIONS = {"share_prompts": True}
+ONE_OFF = {
+    "skip_zero_advantage": {"skip_zero_advantage": False},
+    "sort_by_length": {"sort_by_length": False},
+    "share_prompts": {"share_prompts": False},
+    "padding_free": {"share_prompts": False, "padding_free": True},
+    "read_ahead": {"read_ahead": False},
+    "lean_head": {"lean_head": False},
+    "sync_once": {"sync_once": False},
+}
 
 
 def sgd_options(output_dir: Path) -> dict:
@@ -63,12 +74,15 @@ def _edited_group(source: StageReader, group: int) -> GroupRollout:
     if update == LONELY_UPDATE:
         advantages[:] = 0
         advantages[0] = -1.5 if group % manifest.prompts_per_update == 0 else 0
+    if update == VETOED_UPDATE:
+        advantages[:] = -1.0
+    certain = update == VETOED_UPDATE  # b = 0: the ratio of every token is its probability
     responses = [source.response(group, sample) for sample in range(manifest.num_generations)]
     rewards = source.rewards([group])[0]
     rows = [
         ResponseRow(
             completion_ids=np.array(response.completion_ids),
-            behavior_logps=np.array(response.behavior_logps),
+            behavior_logps=np.array(response.behavior_logps) * (not certain),
             rewards={manifest.reward_names[0]: float(rewards[i])},
             reward=float(rewards[i]),
             advantage=float(advantages[i]),
@@ -119,3 +133,39 @@ def test_rows_of_zero_advantage_do_not_change_the_weights_when_forwarded(policy,
 def test_b44_an_update_without_signal_moves_no_weight(single):
     before, after = single[EMPTY_UPDATE], single[EMPTY_UPDATE + 1]
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [None, *(pytest.param(name, marks=pytest.mark.distributed) for name in ("ddp", "zero3"))],
+)
+def test_each_optimization_can_be_switched_off_and_changes_no_gradient(launcher, policy, stage, tmp_path):
+    variants = []
+    for name, options in {"all": {}, **ONE_OFF}.items():
+        stages = tmp_path / name / "stages"
+        stages.mkdir(parents=True)
+        shutil.copy(stage / "run_id", stages / "run_id")
+        shutil.copytree(stage / "edited", stages / "stage-000")
+        variants.append({"output_dir": str(tmp_path / name), **OPTIMIZATIONS, **options})
+    spec = {**sgd_options(tmp_path), "learning_rate": 0.0, "veto_threshold": VETO_THRESHOLD}
+    spec |= {"model": str(policy), "prompts": PROMPTS, "record_gradients": True, "variants": variants}
+    run_worker(tmp_path / "run", launcher, spec)
+    reference = flat_gradients(tmp_path / "all")
+    norms = [float(gradient.norm()) for gradient in reference]
+    assert [update for update, norm in enumerate(norms) if norm == 0] == [EMPTY_UPDATE, VETOED_UPDATE]
+    for name in ONE_OFF:
+        errors = [
+            float((other - gradient).norm()) / (norm or 1)
+            for other, gradient, norm in zip(flat_gradients(tmp_path / name), reference, norms, strict=True)
+        ]
+        assert max(errors) <= 1e-6, (name, errors)
+
+
+def flat_gradients(folder: Path) -> list[torch.Tensor]:
+    """The gradient of each update as one float64 vector."""
+    gradients = torch.load(folder / "gradients.pt")
+    names = {name: tensor.shape for update in gradients for name, tensor in update.items()}
+    return [
+        torch.cat([update.get(name, torch.zeros(shape)).double().flatten() for name, shape in sorted(names.items())])
+        for update in gradients
+    ]

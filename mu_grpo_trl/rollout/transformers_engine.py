@@ -100,7 +100,9 @@ class TransformersEngine:
         logits, cache, mask = self._prefill(model, batch, max_tokens)
         logits, mask = logits.repeat_interleave(size, 0), mask.repeat_interleave(size, 0)
         cache.batch_repeat_interleave(size)
-        cached = mask.size(1) - max_tokens  # columns of the mask; what is sampled later counts as seen, but is not there
+        cached = (
+            mask.size(1) - max_tokens
+        )  # columns of the mask; what is sampled later counts as seen, but is not there
         positions = mask[:, :cached].sum(1, keepdim=True)
         alive = torch.ones_like(stopped)  # of `rows`
         for step in range(max_tokens):

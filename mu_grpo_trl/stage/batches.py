@@ -1,4 +1,4 @@
-"""Cut one update into micro-batches, and collate one of them. Pure: no randomness, no distributed state.
+"""Cut one update into micro-batches. Pure: no randomness, no distributed state.
 
 Sorted by length, rows of a micro-batch are nearly equal, so padding is small. Cuts are then chosen as few as the
 padding limit allows, and the micro-batches shared out so that all ranks carry the same cost; only where that fails
@@ -12,12 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from .reader import Response
-
-LABEL_IGNORED = -100
 IMBALANCE_GOAL = 0.02
+SHARING_GAIN = 0.9
+"""Prompts are shared once that brings the estimated cost of an update below this share of what it was."""
 # From coarse to fine: (limit of the padding share, a rank's mean load over the costliest micro-batch's cost).
 _CUTS = ((0.04, 1), (0.02, 2), (0.01, 2), (0.005, 3))
 
@@ -52,26 +50,31 @@ class _Limits:
         return length + self.attention_cost * length * length
 
     def cost(self, lengths: Sequence[int]) -> float:
-        """Cost of a micro-batch whose rows have `lengths`, longest first, at least one."""
+        """Cost of a micro-batch whose rows have `lengths`, at least one."""
         if self.padding_free:
             return sum(map(self.row_cost, lengths))
-        return len(lengths) * self.row_cost(lengths[0])
+        return len(lengths) * self.row_cost(max(lengths))
+
+    def holds(self, lengths: Sequence[int]) -> bool:
+        """Whether rows of `lengths` fit into one micro-batch; one row always does."""
+        tokens = sum(lengths) if self.padding_free else len(lengths) * max(lengths)
+        return len(lengths) == 1 or (len(lengths) <= self.max_rows and tokens <= self.max_tokens)
 
 
 def plan_update(
-    prompt_lengths: Sequence[int] | np.ndarray,
-    completion_lengths: Sequence[int] | np.ndarray,
+    lengths: Sequence[int] | np.ndarray,
     num_ranks: int,
     max_tokens_per_microbatch: int,
     max_rows_per_microbatch: int | None = None,
     padding_free: bool = False,
     attention_cost: float = 0.0,
+    sort_by_length: bool = True,
 ) -> UpdatePlan:
     """Plan the micro-batches of one update.
 
     Args:
-        prompt_lengths, completion_lengths (int `(rows,)`): tokens of the rows to forward: the update's responses of
-            nonzero advantage.
+        lengths (int `(rows,)`): tokens of the rows to forward, prompt and completion: the update's responses of
+            nonzero advantage, or bundles of them.
         num_ranks (`int`): data-parallel ranks.
         max_tokens_per_microbatch (`int`): limit on rows × longest row (on the sum of lengths if `padding_free`). A
             row that alone exceeds it gets a micro-batch of its own.
@@ -79,6 +82,8 @@ def plan_update(
         padding_free (`bool`, defaults to `False`): rows are packed, so padding costs nothing.
         attention_cost (`float`, defaults to `0.0`): weight of the quadratic term: a row of length L costs
             L + attention_cost · L² when ranks are balanced (about 1 / (12 · hidden size) for a dense causal model).
+        sort_by_length (`bool`, defaults to `True`): False keeps the rows in order, in equal numbers per rank, as a
+            trainer without a plan would have them; for comparison.
 
     Returns:
         [`UpdatePlan`]: the same one for the same arguments, on every rank.
@@ -86,20 +91,21 @@ def plan_update(
     Raises:
         ValueError: a length, limit or number of ranks is out of range.
     """
-    lengths = np.asarray(prompt_lengths, dtype=np.int64) + np.asarray(completion_lengths, dtype=np.int64)
+    lengths = np.asarray(lengths, dtype=np.int64)
     max_rows = max(lengths.size, 1) if max_rows_per_microbatch is None else max_rows_per_microbatch
     limits = _Limits(max_tokens_per_microbatch, max_rows, attention_cost, padding_free)
     _check(lengths, num_ranks, limits)
-    order = np.argsort(-lengths, kind="stable").tolist()
+    order = np.argsort(-lengths, kind="stable").tolist() if sort_by_length else list(range(lengths.size))
     ordered = lengths[order].tolist()
-    share = _share_packed if padding_free else _share_padded
+    share = _share_in_order if not sort_by_length else _share_packed if padding_free else _share_padded
     ranks = share(ordered, num_ranks, limits) if ordered else [[] for _ in range(num_ranks)]
 
     def cost(rows: list[int]) -> float:
         return limits.cost([ordered[i] for i in rows])
 
     real = sum(ordered)
-    forwarded = real if padding_free else sum(len(rows) * ordered[rows[0]] for batches in ranks for rows in batches)
+    padded = sum(len(rows) * max(ordered[i] for i in rows) for batches in ranks for rows in batches)
+    forwarded = real if padding_free else padded
     loads = [sum(map(cost, batches)) for batches in ranks]
     count = max(1, *map(len, ranks))
     for batches in ranks:
@@ -113,52 +119,61 @@ def plan_update(
     )
 
 
-def collate(responses: Sequence[Response], pad_token_id: int | None) -> dict[str, torch.Tensor]:
-    """Right-pad the responses of a micro-batch.
+def bundle_responses(
+    groups: Sequence[int] | np.ndarray,
+    prompt_lengths: Sequence[int] | np.ndarray,
+    completion_lengths: Sequence[int] | np.ndarray,
+    max_tokens: int,
+    attention_cost: float = 0.0,
+    share_prompts: bool | None = None,
+) -> list[list[int]]:
+    """Which responses of an update go through the model behind one copy of their prompt.
 
-    Masks come from lengths, so any `pad_token_id` will do, EOS and None included. An empty micro-batch gives a dummy
-    of one row and two tokens whose `completion_mask` is all False and whose labels are all −100: the rank forwards it
-    to stay in step with the others, and its loss is exactly 0.
+    A bundle of n responses is one row of P − 1 + Σ (T + 1) tokens (see [`~mu_grpo_trl.stage.collate.collate`]) in
+    place of n rows of P + T, but its attention is dense: it pays where prompts are long beside the responses.
 
     Args:
-        responses (`Sequence[Response]`): the rows, B of them.
-        pad_token_id (`int` or `None`): fills `input_ids`; None (a tokenizer without a pad token) fills with 0.
+        groups, prompt_lengths, completion_lengths (int `(responses,)`): prompt group of each response, ascending, P
+            and T.
+        max_tokens (`int`): limit on a bundle of several responses.
+        attention_cost (`float`): as in [`plan_update`].
+        share_prompts (`bool`, *optional*): wherever it is possible, never, or (by default) in updates where it pays.
 
     Returns:
-        `dict[str, torch.Tensor]`: with L the longest row and T the longest completion,
-        - `input_ids` int64 `(B, L)`: prompt, completion, padding.
-        - `labels` int64 `(B, L)`: the token itself where it is of the completion (the model shifts), −100 elsewhere.
-        - `behavior_logps` float32 `(B, T)`: b_t; NaN where the engine gave none, 0 on padding.
-        - `completion_mask` bool `(B, T)`: True on generated tokens, the EOS included.
-        - `advantages` float32 `(B,)`.
-        - `prompt_lengths` int64 `(B,)`: completion token t of row i is `input_ids[i, prompt_lengths[i] + t]`.
+        `list[list[int]]`: numbers of the responses in each bundle; every response is in one, in order.
     """
-    pad = 0 if pad_token_id is None else pad_token_id
-    prompt_lengths = np.array([len(response.prompt_ids) for response in responses] or [1])
-    completion_lengths = np.array([len(response.completion_ids) for response in responses] or [1])
-    whole = (len(prompt_lengths), int((prompt_lengths + completion_lengths).max()))  # (B, L)
-    generated = (len(prompt_lengths), int(completion_lengths.max()))  # (B, T)
-    input_ids = np.full(whole, pad, dtype=np.int64)
-    labels = np.full(whole, LABEL_IGNORED, dtype=np.int64)
-    behavior_logps = np.zeros(generated, dtype=np.float32)
-    completion_mask = np.zeros(generated, dtype=np.bool_)
-    for i, response in enumerate(responses):
-        start, length = int(prompt_lengths[i]), int(completion_lengths[i])
-        input_ids[i, :start] = response.prompt_ids
-        input_ids[i, start : start + length] = response.completion_ids
-        labels[i, start : start + length] = response.completion_ids
-        behavior_logps[i, :length] = response.behavior_logps
-        completion_mask[i, :length] = True
-    advantages = np.array([response.advantage for response in responses] or [0.0], dtype=np.float32)
-    arrays = {
-        "input_ids": input_ids,
-        "labels": labels,
-        "behavior_logps": behavior_logps,
-        "completion_mask": completion_mask,
-        "advantages": advantages,
-        "prompt_lengths": prompt_lengths,
-    }
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    lengths = np.asarray(prompt_lengths, dtype=np.int64) + np.asarray(completion_lengths, dtype=np.int64)
+    alone = [[i] for i in range(lengths.size)]
+    if share_prompts is False:
+        return alone
+    bundles: list[list[int]] = []
+    room = 0
+    for i in range(lengths.size):
+        added = int(completion_lengths[i]) + 1
+        if bundles and groups[bundles[-1][-1]] == groups[i] and added <= room:
+            bundles[-1].append(i)
+            room -= added
+        else:
+            bundles.append([i])
+            room = max_tokens - int(lengths[i])
+
+    def cost(bundle: list[int]) -> float:
+        length = bundle_length(bundle, prompt_lengths, completion_lengths)
+        return length + (2 if len(bundle) > 1 else 1) * attention_cost * length * length
+
+    if share_prompts is None and sum(map(cost, bundles)) > SHARING_GAIN * sum(map(cost, alone)):
+        return alone
+    return bundles
+
+
+def bundle_length(
+    bundle: Sequence[int],
+    prompt_lengths: Sequence[int] | np.ndarray,
+    completion_lengths: Sequence[int] | np.ndarray,
+) -> int:
+    """Tokens of the row that a bundle becomes."""
+    shared = int(prompt_lengths[bundle[0]]) - 1 if bundle else 0
+    return shared + sum(int(completion_lengths[i]) + 1 for i in bundle)
 
 
 def _check(lengths: np.ndarray, num_ranks: int, limits: _Limits) -> None:
@@ -186,6 +201,18 @@ def _share_padded(ordered: list[int], num_ranks: int, limits: _Limits) -> list[l
         if load <= goal:
             break
     return best
+
+
+def _share_in_order(lengths: list[int], num_ranks: int, limits: _Limits) -> list[list[list[int]]]:
+    """Equal numbers of rows per rank, cut where a micro-batch is full."""
+    ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    for rank, rows in enumerate(np.array_split(np.arange(len(lengths)), num_ranks)):
+        for row in rows.tolist():
+            if ranks[rank] and limits.holds([lengths[i] for i in [*ranks[rank][-1], row]]):
+                ranks[rank][-1].append(row)
+            else:
+                ranks[rank].append([row])
+    return ranks
 
 
 def _share_packed(ordered: list[int], num_ranks: int, limits: _Limits) -> list[list[list[int]]]:
