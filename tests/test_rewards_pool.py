@@ -43,6 +43,13 @@ def eat(gigabytes):
     return len(bytearray(gigabytes * 2**30))
 
 
+def die_the_first_time(path):
+    if not os.path.exists(path):
+        open(path, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "alive"
+
+
 def unserializable():
     return {1, 2}
 
@@ -168,6 +175,11 @@ def test_worker_killed_while_idle_is_replaced():
         pid = pool.submit(0).result()
         os.kill(pid, signal.SIGKILL)
         assert isinstance(pool.submit(0).result(), int)
+
+
+def test_a_task_whose_worker_was_killed_is_tried_once_more(tmp_path):
+    with ProcessPool(die_the_first_time, workers=1, timeout_s=20) as pool:
+        assert pool.submit(str(tmp_path / "died")).result() == "alive"
 
 
 def test_children_of_a_killed_task_die_with_it(tmp_path):

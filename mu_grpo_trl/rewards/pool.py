@@ -49,7 +49,7 @@ class TimedOut:
 
 @dataclass(frozen=True)
 class Crashed:
-    """The worker died during the task, or could not be started; `reason` tells how."""
+    """The worker died during the task, twice, or could not be started; `reason` tells how."""
 
     reason: str
 
@@ -220,8 +220,11 @@ class ProcessPool:
             self._discard(worker)
 
     def _run(self, worker: _Worker | None, message: bytes) -> tuple[_Worker | None, Any]:
-        """Result of one task. A worker that never took it (frozen, or dead while idle) is replaced, without blame."""
-        reason = ""
+        """
+        Result of one task. A worker that never took it (frozen, or dead while idle) is replaced, without blame; one
+        that died over it may have been killed from outside, so that another one tries it once more.
+        """
+        reason, deaths = "", 0
         for _ in range(_ATTEMPTS):
             if self._closed:
                 break
@@ -239,7 +242,9 @@ class ProcessPool:
             except TimeoutError:
                 return self._discard(worker), TimedOut(self.timeout_s)
             except _Lost as error:
-                return self._discard(worker), Crashed(str(error))
+                reason, deaths, worker = str(error), deaths + 1, self._discard(worker)
+                if deaths > 1:
+                    break
         return worker, Crashed(reason or "the pool was closed")
 
     def _start_worker(self) -> _Worker:
