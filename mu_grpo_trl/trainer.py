@@ -16,7 +16,7 @@ from trl.trainer.utils import get_config_model_id
 
 from . import preflight
 from .anchors import AnchorStore, recompute_anchors
-from .callbacks import StageCallback, last_whole_checkpoint
+from .callbacks import StageCallback, last_whole_checkpoint, seal_checkpoint, writing_checkpoint
 from .config import MuGRPOConfig
 from .hub import without_stages
 from .losses import SUM_NAMES, LossInputs, metrics_from_sums
@@ -183,6 +183,10 @@ class MuGRPOTrainer(GRPOTrainer):
         ]
         return DataLoader(ticks, batch_size=1, collate_fn=lambda batch: batch[0], generator=torch.Generator())
 
+    def _run_epoch(self, **kwargs):
+        if self.state.global_step < self.schedule.num_updates:  # the parent takes an update before it looks
+            super()._run_epoch(**kwargs)
+
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
         """One update: all micro-batches of this rank. Returns the loss, `num_processes` times this rank's share."""
         number = self.state.global_step
@@ -348,12 +352,14 @@ class MuGRPOTrainer(GRPOTrainer):
             return super().evaluate(*args, **kwargs)
 
     def _save_checkpoint(self, model, trial) -> None:
-        with self.telemetry.interval("checkpoint"):
+        with self.telemetry.interval("checkpoint"), writing_checkpoint(self.args.output_path):
             super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir) -> None:
         super()._save_rng_state(output_dir)
         self.accelerator.wait_for_everyone()  # what is written next, `trainer_state.json`, says that all is there
+        if self.accelerator.is_main_process:
+            seal_checkpoint(output_dir)
 
     def push_to_hub(self, *args, **kwargs):
         with without_stages(self.args):
