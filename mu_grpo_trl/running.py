@@ -8,10 +8,13 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator, PartialState
 
+from .callbacks import check_optimizer_state
 from .config import MuGRPOConfig
 from .locks import FolderInUseError, RunLock
 from .ranks import broadcast_string
@@ -56,13 +59,27 @@ def running(
 
     Raises:
         `FolderInUseError`: on all ranks, when another process works in the folders.
+        `ValueError`: the optimizer of `checkpoint` is none for this run.
     """
     lock_folders(config, lock)
     try:
+        if checkpoint is not None:
+            check_optimizer_state(Path(checkpoint), accelerator)
+            _load_onto_numbered_cpus()
         with stop.handled(), kept_wandb_run(config, accelerator.is_main_process, checkpoint is not None):
             yield
     finally:
         lock.release()
+
+
+@cache
+def _load_onto_numbered_cpus() -> None:
+    """Let `torch.load` put an optimizer on `cpu:0`, as accelerate calls the device of a rank on the CPU."""
+    torch.serialization.register_package(
+        priority=100,
+        tagger=lambda storage: None,
+        deserializer=lambda storage, location: storage if location.startswith("cpu:") else None,
+    )
 
 
 @contextmanager
