@@ -38,7 +38,7 @@ from mu_grpo_trl.losses import SUM_NAMES, LossInputs, nan_unless_finite
 from mu_grpo_trl.signals import Interrupted, StopRequest
 from mu_grpo_trl.stage.reader import StageReader
 from mu_grpo_trl.stage.schema import StageError
-from mu_grpo_trl.trackers import kept_wandb_run
+from mu_grpo_trl.trackers import open_wandb_run
 
 
 @pytest.fixture(scope="module")
@@ -573,19 +573,21 @@ def files_that_hold(folder: Path, secret: bytes) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file() and secret in path.read_bytes()]
 
 
-def test_a_run_of_wandb_named_by_the_user_is_left_alone(tmp_path, monkeypatch):
+def test_a_run_of_wandb_named_by_the_user_or_active_is_left_alone(tmp_path, monkeypatch):
+    import wandb
+
     config = MuGRPOConfig(**config_options(tmp_path, report_to="wandb"))
+    started = []
+    monkeypatch.setattr(wandb, "init", lambda **arguments: started.append(arguments["id"]))
     monkeypatch.setenv("WANDB_RUN_ID", "mine")
-    with kept_wandb_run(config, True, False):
-        assert os.environ["WANDB_RUN_ID"] == "mine"
+    open_wandb_run(config, True, False)
     monkeypatch.delenv("WANDB_RUN_ID")
-    with kept_wandb_run(config, True, False):
-        drawn = os.environ["WANDB_RUN_ID"]
-        assert os.environ["WANDB_RESUME"] == "allow"
-    assert "WANDB_RUN_ID" not in os.environ and "WANDB_RESUME" not in os.environ
-    assert drawn == (tmp_path / "wandb_run_id").read_text()
-    with kept_wandb_run(config, False, True):
-        assert "WANDB_RUN_ID" not in os.environ
+    monkeypatch.setattr(wandb, "run", "active")
+    open_wandb_run(config, True, False)
+    monkeypatch.setattr(wandb, "run", None)
+    open_wandb_run(config, False, False)
+    assert not started and not (tmp_path / "wandb_run_id").exists()
+    open_wandb_run(config, True, False)
     (tmp_path / "stages/stage-000").mkdir(parents=True)  # a first stage that a kill left unfinished
-    with kept_wandb_run(config, True, False):
-        assert os.environ["WANDB_RUN_ID"] == drawn
+    open_wandb_run(config, True, False)
+    assert started == [(tmp_path / "wandb_run_id").read_text()] * 2
