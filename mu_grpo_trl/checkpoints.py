@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from safetensors import SafetensorError
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -128,3 +130,34 @@ def read_stage_state(checkpoint: Path) -> dict[str, Any]:
             f"{checkpoint} is not a whole checkpoint of MuGRPOTrainer ({type(error).__name__}: {error}). Resume from "
             "another `checkpoint-*` folder of the run, or start anew in another `output_dir`."
         ) from error
+
+
+def check_optimizer_state(checkpoint: Path, accelerator: Accelerator) -> None:
+    """
+    Whether this run can take up the optimizer of `checkpoint`; transformers would go on with a fresh one in silence.
+
+    Raises:
+        `CheckpointError`: it has none, another backend wrote it, or DeepSpeed split it for another number of ranks.
+    """
+    shards = len(list(checkpoint.glob("global_step*/*_optim_states.pt")))
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        if not any(checkpoint.glob("optimizer*")):
+            written = "DeepSpeed wrote it" if shards else "`save_only_model` leaves it out"
+            raise CheckpointError(
+                f"{checkpoint} has no optimizer state that this run can load ({written}): the run would not go on as "
+                "it would have. Resume with the launcher configuration that wrote it, or from another checkpoint."
+            )
+        return
+    plugin = accelerator.state.deepspeed_plugin
+    universal = plugin is not None and plugin.deepspeed_config.get("checkpoint", {}).get("load_universal", False)
+    if not any(checkpoint.glob("global_step*")) and not universal:
+        raise CheckpointError(
+            f"{checkpoint} was not written by DeepSpeed, which cannot load it. Resume with the launcher configuration "
+            "that wrote it."
+        )
+    if shards and shards != accelerator.num_processes and not universal:
+        raise CheckpointError(
+            f"{checkpoint} holds an optimizer split over {shards} ranks by ZeRO, but this run has "
+            f"{accelerator.num_processes}. Resume with {shards} processes, or convert it to a universal checkpoint of "
+            "DeepSpeed (`ds_to_universal.py`) and set `load_universal`."
+        )

@@ -8,16 +8,19 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator, PartialState
 
+from .checkpoints import check_optimizer_state
 from .config import MuGRPOConfig
 from .locks import FolderInUseError, RunLock
 from .ranks import broadcast_string
 from .rollout.rendezvous import MEETING_PREFIX, PeerError, Rendezvous
 from .signals import Interrupted, StopRequest
-from .trackers import kept_wandb_run
+from .trackers import open_wandb_run
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +59,28 @@ def running(
 
     Raises:
         `FolderInUseError`: on all ranks, when another process works in the folders.
+        `CheckpointError`: the optimizer of `checkpoint` is none for this run.
     """
     lock_folders(config, lock)
     try:
-        with stop.handled(), kept_wandb_run(config, accelerator.is_main_process, checkpoint is not None):
+        if checkpoint is not None:
+            check_optimizer_state(Path(checkpoint), accelerator)
+            _load_onto_numbered_cpus()
+        open_wandb_run(config, accelerator.is_main_process, resumed=checkpoint is not None)
+        with stop.handled():
             yield
     finally:
         lock.release()
+
+
+@cache
+def _load_onto_numbered_cpus() -> None:
+    """Let `torch.load` put an optimizer on `cpu:0`, as accelerate calls the device of a rank on the CPU."""
+    torch.serialization.register_package(
+        priority=100,
+        tagger=lambda storage: None,
+        deserializer=lambda storage, location: storage if location.startswith("cpu:") else None,
+    )
 
 
 @contextmanager
