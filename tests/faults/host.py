@@ -38,12 +38,13 @@ def _full_at(place: str, call: int) -> Any:
     return run
 
 
-def _read_only_at(place: str, call: int) -> Any:
+def _refused_at(place: str, call: int) -> Any:
+    """The folder of the shards takes no new file from a moment on; then it does again."""
+
     def run(case: Case) -> None:
-        _small_disk(case)
-        remount = ["mount", "-o", "remount,ro", str(case.output)]
-        case.go(At(place, call, Call("subprocess:check_call", remount)), exits=2)
-        subprocess.run(["mount", "-o", "remount,rw", case.output], check=True)
+        folder = str(case.output / "stages/stage-001/groups")
+        case.go(At(place, call, Call("subprocess:check_call", ["chattr", "+i", folder])), exits=2)
+        subprocess.run(["chattr", "-i", folder], check=True)
         case.go()
 
     return run
@@ -198,7 +199,7 @@ def _slow_rank(case: Case) -> None:
     )
 
 
-_FILLING = At("flushing", 7, die)
+_FILLING = At("flushing", 10, die)
 _WITHIN = At("after an optimizer step", 8, die)
 _LATE = At("after an optimizer step", 9, die)
 _SET_ASIDE = Recovers(warning="is set aside")
@@ -207,7 +208,7 @@ _BOUNDARY = Fails("lies within stage 1.*Resume from a checkpoint at a stage boun
 
 FAULTS = [
     Fault("the disk is full", "flushing", Fails("is full: .* bytes needed.*what is written is safe", then=BITWISE),
-          _full_at("flushing", 6), needs="mount", quick=True),
+          _full_at("flushing", 9), needs="mount", quick=True),
     Fault("the disk is full", "publishing β",
           Fails("policy could not be written.*what is on the disk is safe", then=BITWISE), _full_at("writing β", 2),
           needs="mount"),
@@ -215,8 +216,9 @@ FAULTS = [
           _full_at("completing the stage", 2), needs="mount"),
     Fault("the disk is full", "writing a checkpoint", Fails("checkpoint.*could not be written", then=BITWISE),
           _full_at("checkpoint", 3), needs="mount"),
-    Fault("the disk becomes read-only", "flushing", Fails("Read-only file system", then=BITWISE),
-          _read_only_at("flushing", 6), needs="mount"),
+    Fault("the stage's folder refuses new files", "flushing",
+          Fails("cannot be written .Operation not permitted.*what is written is safe", then=BITWISE),
+          _refused_at("flushing", 9), needs="mount"),
     Fault("the disk is read-only", "from the start", Fails("Nothing can be written to .*Read-only", then=BITWISE),
           _read_only_from_the_start, needs="mount"),
     Fault("a slow disk", "0.3 s a shard, 1 s a checkpoint", BITWISE, _slow_disk),
