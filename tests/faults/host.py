@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .case import BITWISE, Case, Fails, Fault, Recovers, Setting, Unexpected
-from .worker import At, Call, FillDisk, Signal, die, fail
+from .worker import At, Call, FillDisk, Signal, die, fail, flush_each_batch
 
 RANKS = Setting(ranks=2)
 
@@ -31,7 +31,7 @@ def _full_at(place: str, call: int) -> Any:
     def run(case: Case) -> None:
         _small_disk(case)
         filler = case.output / "filler"
-        case.go(At(place, call, FillDisk(str(filler))), exits=2)
+        case.go(flush_each_batch, At(place, call, FillDisk(str(filler))), exits=2)
         filler.unlink()
         case.go()
 
@@ -43,7 +43,9 @@ def _refused_at(place: str, call: int) -> Any:
 
     def run(case: Case) -> None:
         folder = str(case.output / "stages/stage-001/groups")
-        case.go(At(place, call, Call("subprocess:check_call", ["chattr", "+i", folder])), exits=2)
+        forbid = Call("subprocess:check_call", ["chattr", "+i", folder])
+        case.at_close.callback(lambda: subprocess.run(["chattr", "-i", folder]))
+        case.go(flush_each_batch, At(place, call, forbid), exits=2)
         subprocess.run(["chattr", "-i", folder], check=True)
         case.go()
 
@@ -111,7 +113,7 @@ def _damaged(damage: Callable[[Path], Any], killed: At) -> Any:
     """Killed, damaged, and gone on with."""
 
     def run(case: Case) -> None:
-        case.dies(killed)
+        case.dies(flush_each_batch, killed)
         damage(case.output)
         case.go()
 
@@ -122,7 +124,7 @@ def _contradicts(damage: Callable[[Path], Any], killed: At, mend: Callable[[Path
     """Killed, damaged, refused; mended, and gone on with."""
 
     def run(case: Case) -> None:
-        case.dies(killed)
+        case.dies(flush_each_batch, killed)
         damage(case.output)
         case.go(exits=2)
         mend(case.output)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .case import BITWISE, Case, Fault, Recovers, Setting, Unexpected
-from .worker import At, die, last_moment
+from .worker import At, die, flush_each_batch, last_moment
 
 RANDOM_KILLS = 40
 ZERO3_KILLS = 8
@@ -32,7 +32,7 @@ def _without_old_policy(temporary: Path, folder: Path) -> None:
 
 def _killed(place: str, call: int, action: Any = die) -> Any:
     def run(case: Case) -> None:
-        case.dies(At(place, call, action))
+        case.dies(flush_each_batch, At(place, call, action))
         case.go()
 
     return run

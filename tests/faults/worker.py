@@ -100,6 +100,12 @@ def fail(*_: Any, **__: Any) -> None:
     raise ZeroDivisionError("injected")
 
 
+def flush_each_batch() -> None:
+    """Score each batch before the next is generated: calls of a place then do not depend on the clock."""
+    collect = fill._Fill.collect
+    fill._Fill.collect = lambda self, until: collect(self, 0)
+
+
 @dataclass(frozen=True)
 class Signal:
     """Sends a signal to this process, and goes on."""
