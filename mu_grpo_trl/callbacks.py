@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
@@ -89,6 +91,37 @@ class StageCallback(TrainerCallback, ExportableState):
         ends_stage = done == schedule.num_updates or done == schedule.first_update(schedule.stage_of(done))
         if ends_stage and args.save_strategy != SaveStrategy.NO:
             control.should_save = True
+
+
+def check_optimizer_state(checkpoint: Path, accelerator: Accelerator) -> None:
+    """
+    Whether this run can take up the optimizer of `checkpoint`; transformers would go on with a fresh one in silence.
+
+    Raises:
+        `ValueError`: it has none, another backend wrote it, or DeepSpeed split it for another number of ranks.
+    """
+    shards = len(list(checkpoint.glob("global_step*/*_optim_states.pt")))
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        if not any(checkpoint.glob("optimizer*")):
+            written = "DeepSpeed wrote it" if shards else "`save_only_model` leaves it out"
+            raise ValueError(
+                f"{checkpoint} has no optimizer state that this run can load ({written}): the run would not go on as "
+                "it would have. Resume with the launcher configuration that wrote it, or from another checkpoint."
+            )
+        return
+    plugin = accelerator.state.deepspeed_plugin
+    universal = plugin is not None and plugin.deepspeed_config.get("checkpoint", {}).get("load_universal", False)
+    if not any(checkpoint.glob("global_step*")) and not universal:
+        raise ValueError(
+            f"{checkpoint} was not written by DeepSpeed, which cannot load it. Resume with the launcher configuration "
+            "that wrote it."
+        )
+    if shards and shards != accelerator.num_processes and not universal:
+        raise ValueError(
+            f"{checkpoint} holds an optimizer split over {shards} ranks by ZeRO, but this run has "
+            f"{accelerator.num_processes}. Resume with {shards} processes, or convert it to a universal checkpoint of "
+            "DeepSpeed (`ds_to_universal.py`) and set `load_universal`."
+        )
 
 
 def last_whole_checkpoint(output_dir: str | Path) -> Path | None:

@@ -87,6 +87,10 @@ REFUSED: dict[str, str] = {
     "train_sampling_strategy": "epochs are permuted by `seed`; `shuffle_dataset=False` keeps the dataset's own order",
     "include_num_input_tokens_seen": "the log already has the tokens generated, forwarded and trained on",
     "remove_unused_columns": "reward functions read the dataset's columns",
+    "enable_jit_checkpoint": "SIGTERM always ends a run with a checkpoint; leave it off",
+    "restore_callback_states_from_checkpoint": (
+        "the stage and the timers are taken from every checkpoint already; other callbacks are your script's to build"
+    ),
 }
 """Inherited options that cannot be honored, with the reason. A value other than the default raises `ValueError`."""
 
@@ -100,7 +104,21 @@ _ALSO_ACCEPTED: dict[str, tuple[Any, ...]] = {
 }
 """Values that ask for what the default does, and become it."""
 
+_REFUSED_SERVER_ARGS = {
+    "--host": (
+        "managed servers listen on 127.0.0.1 alone, since vLLM's key does not guard the addresses that load weights; "
+        "for servers elsewhere use `vllm_mode: server`, in a network of your own"
+    ),
+    "--port": "the trainer chooses a free one",
+    "--api-key": "keys on a command line are seen by everyone; give it in the environment variable VLLM_API_KEY",
+    "--model": "it is the stage's policy",
+    "--served-model-name": "requests carry the trainer's own name for the policy",
+    "--logprobs-mode": "the ratio needs the log-probs of the sampled distribution",
+}
+"""Of managed servers, with the reason."""
+
 _SECRET = "<VLLM_API_KEY>"
+_SECRETS = ("vllm_api_key", "hub_token")
 TAKES_BOOL_TOO = ("scale_rewards", "resume_from_checkpoint")  # TRL and transformers take bools for these as well
 
 
@@ -163,7 +181,8 @@ class MuGRPOConfig(GRPOConfig):
         vllm_server_args (`list[str]`, *optional*):
             More command-line arguments of managed servers, e.g. `["--enforce-eager"]`.
         vllm_api_key (`str`, *optional*):
-            Key sent to the servers; never logged, written or pickled. Defaults to the environment's `VLLM_API_KEY`.
+            Key sent to the servers as a bearer token, and required by managed ones; never logged, written or pickled.
+            Defaults to the environment's `VLLM_API_KEY`.
         max_context_length (`int`, *optional*):
             Limit on prompt and response together, in tokens. Defaults to `vllm_max_model_length`, then to what the
             model supports.
@@ -206,6 +225,22 @@ class MuGRPOConfig(GRPOConfig):
         no_signal (`str`, *optional*, defaults to `"warn"`):
             A stage in which 95% of the groups have equal rewards, or of the responses were cut: `"warn"`, or `"stop"`
             before its updates are spent.
+        nonfinite (`str`, *optional*, defaults to `"stop"`):
+            An update whose loss or gradient norm is not finite never changes the weights; its rows are written to
+            `<output_dir>/nonfinite`. `"stop"` the run then, or `"skip"` the update. In fp16 the loss scaler decides.
+        max_nonfinite_skips (`int`, *optional*, defaults to `8`):
+            Updates in a row that `nonfinite="skip"` skips before it stops after all.
+        collapse_watch (`str`, *optional*, defaults to `"warn"`):
+            When one of the three figures below passes its limit: `"warn"` once, `"stop"` the run without a further
+            checkpoint, or `"off"`.
+        collapse_window (`int`, *optional*, defaults to `20`):
+            Updates of one stage over which the figures are taken.
+        collapse_negative_ratio (`float`, *optional*, defaults to `0.5`):
+            Lowest E[ρ | A<0] (`ratio/negative_mean`); None does not look.
+        collapse_veto_share (`float`, *optional*, defaults to `0.25`):
+            Highest share of responses the veto touches (`veto/response_fraction`); None does not look.
+        collapse_entropy (`float`, *optional*, defaults to `0.01`):
+            Lowest mean entropy in nats (`policy/entropy`), where `entropy_coef` has it computed; None does not look.
         rollout_concurrency (`int`, *optional*):
             Responses in flight per vLLM server (default 1024), or rows of one generation batch in process
             (default 256).
@@ -283,6 +318,13 @@ class MuGRPOConfig(GRPOConfig):
     reward_timeout_s: float = field(default=30.0, metadata={"help": "Seconds one reward call may take."})
     reward_error: str = field(default="stop", metadata={"help": "'stop' or 'unscorable'."})
     no_signal: str = field(default="warn", metadata={"help": "'warn' or 'stop'."})
+    nonfinite: str = field(default="stop", metadata={"help": "'stop' or 'skip' updates that are not finite."})
+    max_nonfinite_skips: int = field(default=8, metadata={"help": "Skips in a row before nonfinite='skip' stops."})
+    collapse_watch: str = field(default="warn", metadata={"help": "'warn', 'stop' or 'off'."})
+    collapse_window: int = field(default=20, metadata={"help": "Updates the figures of collapse are taken over."})
+    collapse_negative_ratio: float | None = field(default=0.5, metadata={"help": "Lowest E[ρ | A<0]."})
+    collapse_veto_share: float | None = field(default=0.25, metadata={"help": "Highest share of vetoed responses."})
+    collapse_entropy: float | None = field(default=0.01, metadata={"help": "Lowest mean entropy, in nats."})
     rollout_concurrency: int | None = field(default=None, metadata={"help": "Responses in flight per server."})
     rollout_timeout_s: float = field(default=1800.0, metadata={"help": "Seconds without a finished group."})
     probe_tolerance: float | None = field(default=None, metadata={"help": "Mean |Δ log-prob| allowed, in nats."})
@@ -349,6 +391,8 @@ class MuGRPOConfig(GRPOConfig):
             "overlong_prompts": ("error", "drop"),
             "reward_error": ("stop", "unscorable"),
             "no_signal": ("warn", "stop"),
+            "nonfinite": ("stop", "skip"),
+            "collapse_watch": ("warn", "stop", "off"),
         }
         for name, allowed in choices.items():
             value = getattr(self, name)
@@ -360,7 +404,7 @@ class MuGRPOConfig(GRPOConfig):
     def _check_ranges(self) -> None:
         for name in (
             "prompts_per_update", "stage_updates", "max_tokens_per_microbatch", "max_completion_length",
-            "per_device_train_batch_size", "vllm_tensor_parallel_size",
+            "per_device_train_batch_size", "vllm_tensor_parallel_size", "max_nonfinite_skips", "collapse_window",
         ):  # fmt: skip
             _require(self, name, lambda v: v >= 1, "at least 1")
         for name in ("keep_stages", "keep_policies", "reward_workers"):
@@ -381,6 +425,8 @@ class MuGRPOConfig(GRPOConfig):
         _require(self, "epsilon", lambda v: 0 <= v <= 1, "between 0 and 1: the lower clip is 1 − epsilon")
         _require(self, "epsilon_high", lambda v: v >= 0, "0 or more (`inf` for no upper bound)")
         _require(self, "probe_tolerance", lambda v: v is None or v > 0, "positive, or unset")
+        for name in ("collapse_negative_ratio", "collapse_veto_share", "collapse_entropy"):
+            _require(self, name, lambda v: v is None or v >= 0 and math.isfinite(v), "0 or more, or unset")
         _require(self, "vllm_gpu_memory_utilization", lambda v: 0 < v <= 1, "a share above 0, at most 1")
         if self.objective == "m2po" and self.veto_scope != "none":
             raise ValueError(
@@ -457,12 +503,24 @@ class MuGRPOConfig(GRPOConfig):
                     f"`{name}={value!r}` contradicts `vllm_mode={self.vllm_mode!r}`, which {means}. Set "
                     f"`vllm_mode: {'server' if managed else 'managed'}`, or leave it out."
                 )
+        self._check_server_args()
         for url in self.server_urls if self.vllm_mode == "server" else ():
             parts = urlsplit(url)
+            if parts.username is not None or parts.password is not None:
+                raise ValueError(
+                    f"The address of {parts.hostname!r} in `vllm_server_urls` holds credentials, which would reach "
+                    "logs. Give the key in the environment variable VLLM_API_KEY."
+                )
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ValueError(
                     f"{url!r} in `vllm_server_urls` is not an http(s) address such as http://localhost:8000."
                 )
+
+    def _check_server_args(self) -> None:
+        for argument in self.vllm_server_args or ():
+            name = argument.partition("=")[0].replace("_", "-")
+            if reason := _REFUSED_SERVER_ARGS.get(name):
+                raise ValueError(f"`{name}` in `vllm_server_args` cannot be honored: {reason}.")
 
     @property
     def context_limit(self) -> int | None:
@@ -541,8 +599,8 @@ class MuGRPOConfig(GRPOConfig):
     __repr__ = __str__
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the key: every checkpoint holds the pickled configuration, and may go to the Hub."""
-        return {**self.__dict__, "vllm_api_key": None}
+        """Without secrets: every checkpoint holds the pickled configuration, and may go to the Hub."""
+        return {name: None if name in _SECRETS else value for name, value in self.__dict__.items()}
 
 
 def _require(config: MuGRPOConfig, name: str, holds, requirement: str) -> None:

@@ -12,17 +12,18 @@ from huggingface_hub import HfApi
 
 from .config import MuGRPOConfig
 
-SERVER_LOGS = "vllm"
+NOT_UPLOADED = ["vllm/*", "nonfinite/*", "run.lock", "wandb_run_id"]
+"""Of `output_dir`, beside the stages: logs of servers, rows of rejected updates, and what only this machine needs."""
 
 
 @contextmanager
 def without_stages(config: MuGRPOConfig) -> Iterator[None]:
     """
-    Inside the block the uploads of transformers' `Trainer` leave out the stages (and the policies in them) and logs of
-    managed servers. It uploads all of `output_dir` but checkpoints, and takes no patterns.
+    Inside the block the uploads of transformers' `Trainer` leave out the stages (and the policies in them) and
+    `NOT_UPLOADED`. It uploads all of `output_dir` but checkpoints, and takes no patterns.
     """
     output_dir, stages = Path(str(config.output_dir)).resolve(), config.stages_path.resolve()
-    ignored = [f"{SERVER_LOGS}/*"]
+    ignored = [*NOT_UPLOADED]
     if stages.is_relative_to(output_dir):
         ignored.append(f"{stages.relative_to(output_dir)}/*")
     api_of_trainer = transformers.trainer.hf_api
@@ -31,6 +32,20 @@ def without_stages(config: MuGRPOConfig) -> Iterator[None]:
         yield
     finally:
         transformers.trainer.hf_api = api_of_trainer
+
+
+class PushesWithoutStages:
+    """Mixin of a `Trainer` whose uploads leave the stages out."""
+
+    args: MuGRPOConfig
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        with without_stages(self.args):
+            return super().push_to_hub(*args, **kwargs)  # type: ignore[misc]
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        with without_stages(self.args):
+            super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
 
 
 class _SelectiveApi:

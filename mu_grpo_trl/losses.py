@@ -340,6 +340,11 @@ def group_advantages(rewards: Tensor, eps: float = 1e-6, scale: bool = True) -> 
     return torch.where(informative, centered, 0.0)
 
 
+def nan_unless_finite(loss: Tensor) -> Tensor:
+    """`loss` itself, bit by bit, if it is finite; else NaN, and so is every entry of its gradient."""
+    return loss * torch.where(loss.isfinite(), 1.0, math.nan)
+
+
 def skipped_sums(lengths: Sequence[int]) -> Tensor:
     """
     Sums of responses that are never forwarded, since their advantage is 0: they count as responses and as tokens.

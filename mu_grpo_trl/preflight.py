@@ -21,6 +21,7 @@ from .options import nearest
 from .rewards.math import MathReward
 from .rollout.vllm_client import ClientOptions, VLLMEngine
 from .rollout.vllm_process import ManagedServer, ServerOptions, device_sets
+from .schedule import Schedule
 from .stage.schema import MANIFEST_NAME, read_manifest
 
 _REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
@@ -261,6 +262,34 @@ def check_dataset(
     return dataset, report
 
 
+def make_schedule(config: MuGRPOConfig, num_prompts: int) -> Schedule:
+    """The run's schedule; sets `max_steps` to its number of updates."""
+    config.max_steps = Schedule.num_updates_for(
+        config.max_steps, config.num_train_epochs, num_prompts, config.prompts_per_update
+    )
+    return Schedule(
+        num_prompts=num_prompts,
+        prompts_per_update=config.prompts_per_update,
+        stage_updates=min(config.stage_updates, config.max_steps),
+        num_updates=config.max_steps,
+        seed=config.seed,
+        shuffle=config.shuffle_dataset is not False,
+        shuffle_stage=config.shuffle_stage,
+    )
+
+
+def refuse_aux_loss(model: Any, enabled: bool) -> None:
+    """
+    Raises:
+        `ValueError`: the model adds a loss of its own.
+    """
+    if enabled:
+        raise ValueError(
+            f"{type(model).__name__} adds a load-balancing loss, which μ-GRPO does not support yet. Set "
+            "`router_aux_loss_coef=0.0`."
+        )
+
+
 def make_vllm_engine(config: MuGRPOConfig, model_config: PretrainedConfig, context_length: int) -> VLLMEngine:
     """
     The vLLM engine of the run, checked: managed servers' interpreter, external servers' health and settings.
@@ -275,7 +304,7 @@ def make_vllm_engine(config: MuGRPOConfig, model_config: PretrainedConfig, conte
         release=config.vllm_release,  # type: ignore[arg-type]  # checked by the config
         progress_timeout_s=config.rollout_timeout_s,
         connection_timeout_s=config.vllm_server_timeout,
-        api_key=config.vllm_api_key or os.environ.get("VLLM_API_KEY"),
+        api_key=_api_key(config),
     )
     if config.vllm_mode == "server":
         engine = VLLMEngine(config.server_urls, options)
@@ -301,10 +330,14 @@ def _managed_servers(config: MuGRPOConfig, context_length: int) -> list[ManagedS
         dtype="bfloat16" if config.bf16 else "float16" if config.fp16 else "float32",
         enable_sleep_mode=config.vllm_release == "sleep" and bool(devices),
         extra_args=tuple(server_args),
-        env={} if devices else _cpu_server_env(),
+        env=({} if devices else _cpu_server_env()) | ({"VLLM_API_KEY": key} if (key := _api_key(config)) else {}),
     )
     sets = device_sets(config.vllm_num_servers, config.vllm_tensor_parallel_size, devices)
     return [ManagedServer(options, number, ids) for number, ids in enumerate(sets)]
+
+
+def _api_key(config: MuGRPOConfig) -> str | None:
+    return config.vllm_api_key or os.environ.get("VLLM_API_KEY") or None
 
 
 def _cpu_server_env() -> dict[str, str]:

@@ -8,13 +8,13 @@ import uuid
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 
 SEEN_WITHIN_S = 5.0
 """A network file system may show a new file late."""
 
 
-def broadcast_string(accelerator: Accelerator, text: str) -> str:
+def broadcast_string(accelerator: Accelerator | PartialState, text: str) -> str:
     """The main process's `text` (of any length) on every rank. Collective."""
     if accelerator.num_processes == 1:
         return text

@@ -29,9 +29,10 @@ from .rewards.functions import RewardFunctions
 from .rewards.math import MathReward, gold_text
 from .rollout.engine import Engine, EngineError, GroupRequest, GroupResult, SamplingParams
 from .rollout.fill import FillProgress, fill_stage, remove_unscored
-from .rollout.rendezvous import Rendezvous
+from .rollout.rendezvous import MEETING_PREFIX, Rendezvous
 from .rollout.transformers_engine import sequence_logps
 from .schedule import Schedule
+from .signals import Interrupted, StopRequest
 from .stage.reader import StageReader
 from .stage.schema import GROUPS_NAME, MANIFEST_NAME, GroupRollout, Manifest, ResponseRow, StageError, read_manifest
 from .stage.writer import StageWriter
@@ -42,7 +43,6 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 RUN_ID_FILE = "run_id"
-MEETING_PREFIX = ".meeting-"
 NUM_PROBES = 4
 PROBE_TOKENS = 64
 NO_SIGNAL_SHARE = 0.95
@@ -75,6 +75,7 @@ class StageMaker:
         engine (`Engine` or None): what generates; None on ranks that only wait.
         training (`TrainingState`): the trainer's model and optimizer.
         telemetry (`Telemetry`): charged with each part.
+        stop (`StopRequest`): a signal that ends the run interrupts the rollout.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class StageMaker:
         engine: Engine | None,
         training: TrainingState,
         telemetry: Telemetry,
+        stop: StopRequest,
     ) -> None:
         self._config = config
         self._accelerator = accelerator
@@ -102,6 +104,7 @@ class StageMaker:
         self.engine = engine
         self._training = training
         self._telemetry = telemetry
+        self._stop = stop
         self._handover = DeviceHandover(accelerator, config.offload)
         check_publishable(training.model())
         for function in rewards.callables:
@@ -127,6 +130,14 @@ class StageMaker:
             **sampling,
             "anchor": config.anchor,
             "reward_funcs": self._rewards.names,
+            **self._scoring,
+        }
+
+    @property
+    def _scoring(self) -> dict[str, Any]:
+        """What turns the rewards of a response into its advantage."""
+        config = self._config
+        return {
             "reward_weights": config.reward_weights,
             "scale_rewards": config.scale_rewards,
             "advantage_eps": config.advantage_eps,
@@ -156,6 +167,7 @@ class StageMaker:
         Raises:
             `EngineError`, `StageError`, `RewardError`: on the rank where it happened.
             `PeerError`: on the others.
+            `Interrupted`: on all ranks, when a signal asked one of them to end the run.
         """
         with _isolated_rng(self._schedule.stage_seed(stage)):
             folder = self.folder(stage)
@@ -281,11 +293,19 @@ class StageMaker:
         with meeting.work():
             result = work(meeting)
         with self._telemetry.interval("rollout" if self.engine is None else "other"):
-            meeting.wait()
+            self._wait(meeting)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             meeting.remove()
         return result
+
+    def _wait(self, meeting: Rendezvous) -> None:
+        try:
+            with self._stop.interruptible():
+                meeting.wait()
+        except Interrupted as interrupted:
+            meeting.tell(interrupted)
+            raise
 
     def _run_engine(
         self,
@@ -300,7 +320,7 @@ class StageMaker:
         if engine is None or writer is None:
             return
         policy_hash = writer.manifest.policy_hash
-        with self._telemetry.interval("sync"):
+        with self._telemetry.interval("sync"), self._stop.interruptible():
             engine.open(self.folder(stage) / "policy", policy_hash)
             self._compare_probes(engine, probes, expected)
         indices = self._schedule.prompt_indices(stage)
@@ -319,6 +339,7 @@ class StageMaker:
                 num_ranks=1 if self._config.rollout_engine == "vllm" else self._accelerator.num_processes,
                 check=meeting.check,
                 waiting=lambda: self._telemetry.interval("reward"),
+                interruptible=self._stop.interruptible,
             )
         progress.close()
         self._telemetry.count("generated_tokens", progress.generated_tokens)
@@ -344,6 +365,7 @@ class StageMaker:
             published_step=self._schedule.first_update(stage),
             run_id=self._run_id(),
             reward_names=tuple(self._rewards.names),
+            scoring=self._scoring,
         )
 
     def _run_id(self) -> str:

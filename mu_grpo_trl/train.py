@@ -26,7 +26,9 @@ from trl import ModelConfig, TrlParser, get_peft_config
 from .callbacks import last_whole_checkpoint
 from .config import TAKES_BOOL_TOO, MuGRPOConfig
 from .data import PAPER_PROMPT, load_prompts
+from .guards import LearningError
 from .lab import load_task
+from .locks import FolderInUseError
 from .options import as_declared, nearest
 from .preflight import check_rewards
 from .rewards.functions import RewardError
@@ -260,14 +262,17 @@ def resume_point(script: ScriptArguments, config: MuGRPOConfig) -> str | None:
 
 @contextmanager
 def message_only(*mendable: type[Exception]) -> Iterator[None]:
-    """End the program with the message of what a user can mend, and exit code 2; with `MU_GRPO_DEBUG`, a traceback."""
+    """
+    End the program with the message of what a user can mend, and exit code 2 (3 for what training itself did wrong);
+    with `MU_GRPO_DEBUG`, with a traceback.
+    """
     try:
         yield
     except mendable as error:
         if os.environ.get(DEBUG_VARIABLE):
             raise
         print(f"mu-grpo: {error}\n(For the traceback, set {DEBUG_VARIABLE}=1.)", file=sys.stderr)
-        raise SystemExit(2) from error
+        raise SystemExit(3 if isinstance(error, LearningError) else 2) from error
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -276,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         script, config, model = parse(sys.argv[1:] if argv is None else argv)
         resume = resume_point(script, config)
         trainer = make_trainer(script, config, model)
-    with message_only(EngineError, RewardError, StageError):
+    with message_only(EngineError, FolderInUseError, LearningError, RewardError, StageError):
         trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(config.output_dir)
     if config.push_to_hub:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,21 +19,23 @@ from . import preflight
 from .anchors import AnchorStore, recompute_anchors
 from .callbacks import StageCallback, last_whole_checkpoint
 from .config import MuGRPOConfig
-from .hub import without_stages
-from .losses import SUM_NAMES, LossInputs, metrics_from_sums
+from .guards import UpdateGuard, save_update
+from .hub import PushesWithoutStages
+from .losses import SUM_NAMES, LossInputs, metrics_from_sums, nan_unless_finite
 from .phases import is_sharded
 from .policy import completion_logps, reference_logps, turn_dropout_off, use_lean_head_in_training
 from .report.completions import log_stage_completions
 from .rewards.functions import RewardFunctions
 from .rollout.transformers_engine import TransformersEngine
-from .schedule import Schedule
+from .running import ended_with_peers, lock_folders, running
+from .signals import StopRequest
 from .stage.reader import StageReader
 from .staging import StageMaker, TrainingState
 from .telemetry import Telemetry, write_summary
 from .update import BatchOptions, StageBatches, UpdateBatch, check_first_ratios, m2po_update_clip, make_objective
 
 
-class MuGRPOTrainer(GRPOTrainer):
+class MuGRPOTrainer(PushesWithoutStages, GRPOTrainer):
     """
     Trains by μ-GRPO: freeze the policy as β, generate a whole stage of rollouts with it, then take `stage_updates`
     optimizer updates on that static data.
@@ -45,9 +48,9 @@ class MuGRPOTrainer(GRPOTrainer):
     - `get_train_dataloader`: an unprepared loader of ticks, one per update; the rows come from the stage on disk.
     - `training_step`: makes or reopens the stage when a tick enters one, then runs the update's micro-batches.
     - `compute_loss`, `_prepare_inputs`: the objective of [`mu_grpo_trl.losses`] in training; TRL's in evaluation.
+    - `_get_grad_norm`: where the guard judges the update, before its step.
     - `log`: adds the diagnostics (ratios of sums reduced over ranks) and the timers.
     - `train`, `evaluate`, `_save_checkpoint`, `_save_rng_state`: timers, resume, and `summary.json` at the end.
-    - `push_to_hub`, `_push_from_checkpoint`: leave the stages out.
     - `floating_point_ops`: from the tokens really forwarded.
 
     Example:
@@ -101,22 +104,12 @@ class MuGRPOTrainer(GRPOTrainer):
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = MuGRPOConfig(f"{name.split('/')[-1]}-mu-GRPO")
         preflight.check_run(args, eval_dataset, peft_config)
+        self.run_lock = lock_folders(args)
         model_config = preflight.text_config(model, args)
         processing_class = preflight.load_tokenizer(processing_class, model, args)
         limit = preflight.context_length(args, model_config)
         train_dataset, _ = preflight.check_dataset(train_dataset, args, processing_class, limit)
-        args.max_steps = Schedule.num_updates_for(
-            args.max_steps, args.num_train_epochs, len(train_dataset), args.prompts_per_update
-        )
-        self.schedule = Schedule(
-            num_prompts=len(train_dataset),
-            prompts_per_update=args.prompts_per_update,
-            stage_updates=min(args.stage_updates, args.max_steps),
-            num_updates=args.max_steps,
-            seed=args.seed,
-            shuffle=args.shuffle_dataset is not False,
-            shuffle_stage=args.shuffle_stage,
-        )
+        self.schedule = preflight.make_schedule(args, len(train_dataset))
         preflight.check_rewards(reward_funcs, train_dataset.column_names)
         self.rewards = RewardFunctions(
             reward_funcs,
@@ -143,14 +136,10 @@ class MuGRPOTrainer(GRPOTrainer):
             peft_config=peft_config,
         )
         args.use_vllm, args.generation_batch_size = use_vllm, None
-        if self.aux_loss_enabled:
-            raise ValueError(
-                f"{type(self.model).__name__} adds a load-balancing loss, which μ-GRPO does not support yet. Set "
-                "`router_aux_loss_coef=0.0`."
-            )
+        preflight.refuse_aux_loss(self.model, self.aux_loss_enabled)
         self.log_completions = False  # the parent would write its table at every log; ours is written once a stage
         self.rewards.to(self.accelerator.device)
-        self.telemetry = Telemetry()
+        self.telemetry, self.stop_request = Telemetry(), StopRequest()
         base_model = self._base_model()
         turn_dropout_off(self.model)
         if args.lean_head and not args.entropy_coef:
@@ -163,15 +152,17 @@ class MuGRPOTrainer(GRPOTrainer):
         self.stage_maker = StageMaker(
             args, self.accelerator, self.schedule, train_dataset, self._tokenizer, tuple(self.eos_token_ids), limit,
             self.rewards, engine, TrainingState(lambda: self.model, lambda: self.model_wrapped, lambda: self.optimizer,
-            self.accelerator.autocast), self.telemetry,
+            self.accelerator.autocast), self.telemetry, self.stop_request,
         )  # fmt: skip
         self.stage_callback = StageCallback(self.schedule, self.telemetry, lambda: self.stage_maker.settings)
+        self.guard = UpdateGuard(args, self.accelerator, self.schedule, self.stop_request)
         self.add_callback(self.stage_callback)
+        self.add_callback(self.guard)
         self._batch_options = BatchOptions.of(args, base_model, self._tokenizer.pad_token_id, self._num_parameters)
         self._objective = make_objective(args)
         self._batches: StageBatches | None = None
         self._clip: dict[str, torch.Tensor] = {}  # M2PO's bound where it is found over the whole update
-        self._update_sums = self._logged_sums = self._no_sums()
+        self._update_sums = self._logged_sums = self._reduced = self._no_sums()
 
     # The training loop
 
@@ -192,12 +183,12 @@ class MuGRPOTrainer(GRPOTrainer):
         self._update_sums = self._update.skipped_sums.to(self.accelerator.device)
         if number == self.schedule.first_update(batches.stage):
             self._check_first_update(model, batches.reader)
-        self._clip = self._m2po_clip(model)
+        self._clip = self._m2po_clip()
         # Without a row there is no gradient: no backward leaves every `.grad` None, so that the optimizer neither
         # decays weights nor drifts on its momentum.
         microbatches = self._update.microbatches if self._update.plan.forwarded_tokens else []
         loss = self._forward_backward(model, microbatches)
-        self._logged_sums += self.accelerator.reduce(self._update_sums, reduction="sum")
+        self._reduced = self.accelerator.reduce(torch.cat([self._update_sums, self.guard.flags()]), reduction="sum")
         self._record(self._update)
         return loss
 
@@ -214,6 +205,25 @@ class MuGRPOTrainer(GRPOTrainer):
         finally:
             self.accelerator.gradient_state._set_sync_gradients(True)
         return total
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        norm = super()._get_grad_norm(model, grad_norm)
+        judged = float(norm) if self._update.plan.forwarded_tokens else 0.0  # DeepSpeed's would be the one before
+        if self.guard.accepts(self.state.global_step, judged, self._reduced.tolist(), model, self._save_update):
+            self._logged_sums += self._reduced[: len(SUM_NAMES)]
+        return norm
+
+    def _save_update(self, folder: Path) -> str:
+        batches, inputs = self._enter_stage(self.schedule.stage_of(self.state.global_step)), self._update_inputs()
+        rank = self.accelerator.process_index
+        return save_update(folder, self.state.global_step, rank, batches.reader, self._update.rows, inputs)
+
+    @torch.no_grad()
+    def _update_inputs(self) -> list[LossInputs]:
+        """What the loss of each micro-batch of the update is made of, without its gradient."""
+        with self.compute_loss_context_manager():
+            prepared = [Trainer._prepare_inputs(self, microbatch) for microbatch in self._update.microbatches]
+            return [self._loss_inputs(self.model_wrapped, inputs) for inputs in prepared]
 
     def _prepare_inputs(self, generation_batch):
         if self.model.training:
@@ -236,7 +246,7 @@ class MuGRPOTrainer(GRPOTrainer):
             assert loss_inputs.entropies is not None
             entropies = torch.where(loss_inputs.completion_mask, loss_inputs.entropies, 0.0)
             objective = objective + self.entropy_coef * entropies.sum() / self._update.num_tokens
-        return -self.accelerator.num_processes * objective
+        return nan_unless_finite(-self.accelerator.num_processes * objective)
 
     def _loss_inputs(self, model, inputs: dict[str, torch.Tensor]) -> LossInputs:
         logps, entropies = completion_logps(model, inputs)
@@ -305,15 +315,11 @@ class MuGRPOTrainer(GRPOTrainer):
         metrics = metrics_from_sums(self.accelerator.reduce(sums, reduction="sum").tolist())
         check_first_ratios(metrics, self.args.probe_tolerance_for(self.model.dtype), reader)
 
-    @torch.no_grad()
-    def _m2po_clip(self, model) -> dict[str, torch.Tensor]:
+    def _m2po_clip(self) -> dict[str, torch.Tensor]:
         """M2PO's clip over the tokens of the whole update, which takes a forward pass before the first backward."""
         if self.args.objective != "m2po" or self.args.m2po_scope != "update":
             return {}
-        with self.compute_loss_context_manager():
-            prepared = [Trainer._prepare_inputs(self, microbatch) for microbatch in self._update.microbatches]
-            loss_inputs = [self._loss_inputs(model, inputs) for inputs in prepared]
-        return {"clip": m2po_update_clip(loss_inputs, self.accelerator, self.args.m2po_threshold)}
+        return {"clip": m2po_update_clip(self._update_inputs(), self.accelerator, self.args.m2po_threshold)}
 
     # Logging, evaluation, checkpoints
 
@@ -332,7 +338,8 @@ class MuGRPOTrainer(GRPOTrainer):
             sums, self._logged_sums = self._logged_sums.tolist(), self._no_sums()
             if any(sums):
                 self._metrics["train"].update({name: [value] for name, value in metrics_from_sums(sums).items()})
-            self._metrics["train"].update({name: [value] for name, value in self.telemetry.metrics().items()})
+            figures = self.telemetry.metrics() | self.guard.metrics()
+            self._metrics["train"].update({name: [value] for name, value in figures.items()})
         super().log(logs, start_time)
 
     def floating_point_ops(self, inputs) -> int:
@@ -355,32 +362,32 @@ class MuGRPOTrainer(GRPOTrainer):
         super()._save_rng_state(output_dir)
         self.accelerator.wait_for_everyone()  # what is written next, `trainer_state.json`, says that all is there
 
-    def push_to_hub(self, *args, **kwargs):
-        with without_stages(self.args):
-            return super().push_to_hub(*args, **kwargs)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        with without_stages(self.args):
-            super()._push_from_checkpoint(checkpoint_folder)
-
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
-        """As the parent's. Engines end with it, and `summary.json` in `output_dir` says where the time went."""
+        """
+        As the parent's. Engines end with it, and `summary.json` in `output_dir` says where the time went.
+
+        Raises:
+            `Interrupted` (a `SystemExit`), `LearningError`, `FolderInUseError`: see `docs/guarantees.md`.
+        """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_whole_checkpoint(self.args.output_path)
-        if resume_from_checkpoint:
-            self.stage_callback.restore(resume_from_checkpoint)
-        self._batches = None
-        self.stage_maker.start()
-        self.telemetry.start()
         checkpoint = str(resume_from_checkpoint) if resume_from_checkpoint else None
-        try:
-            output = super().train(checkpoint, trial, ignore_keys_for_eval)
-        finally:
-            self.telemetry.stop()
-            self._end_engines()
-        if self.accelerator.is_main_process:
-            path = self.args.output_path / "summary.json"
-            write_summary(path, self.telemetry, self.schedule, self.state.global_step)
+        self._batches = None
+        with running(self.args, self.accelerator, self.run_lock, self.stop_request, checkpoint):
+            if checkpoint:
+                self.stage_callback.restore(checkpoint)
+            self.stage_maker.start()
+            self.telemetry.start()
+            try:
+                with ended_with_peers(self.accelerator, self.args.stages_path):
+                    output = super().train(checkpoint, trial, ignore_keys_for_eval)
+            finally:
+                self.telemetry.stop()
+                self._end_engines()
+            if self.accelerator.is_main_process:
+                path = self.args.output_path / "summary.json"
+                write_summary(path, self.telemetry, self.schedule, self.state.global_step)
+        self.guard.raise_outcome()
         return output
 
     def _end_engines(self) -> None:

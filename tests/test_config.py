@@ -134,13 +134,31 @@ def test_the_key_of_the_servers_leaves_the_config_nowhere():
     config = make_config(vllm_api_key=KEY, hub_token="hf_secret")
     shown = [str(config), repr(config), config.to_json_string(), str(config.to_sanitized_dict())]
     assert not [text for text in shown if KEY in text or "hf_secret" in text]
-    assert KEY.encode() not in pickle.dumps(config)  # every checkpoint holds the config, and may go to the Hub
+    pickled = pickle.dumps(config)  # every checkpoint holds the config, and may go to the Hub
+    assert KEY.encode() not in pickled and b"hf_secret" not in pickled
     assert config.vllm_api_key == dataclasses.replace(config).vllm_api_key == KEY
 
 
 def test_what_stands_for_the_key_is_not_taken_for_one():
     assert MuGRPOConfig(**make_config(vllm_api_key=KEY).to_dict()).vllm_api_key is None
     assert copy.copy(make_config(vllm_api_key=KEY)).vllm_api_key is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"vllm_server_args": ["--api-key", KEY]},
+        {"vllm_mode": "server", "vllm_server_urls": [f"http://user:{KEY}@a:1"]},
+    ],
+)
+def test_a_refused_secret_is_not_repeated(options):
+    with pytest.raises(ValueError) as error:
+        make_config(**options)
+    assert KEY not in str(error.value)
+
+
+def test_code_of_the_hub_is_not_run_unless_allowed():
+    assert make_config().trust_remote_code is False
 
 
 # Types
@@ -285,6 +303,17 @@ def test_values_that_ask_for_nothing_new_are_accepted(options, name, value):
         ({"vllm_server_base_url": "http://a:1"}, "`vllm_server_base_url=.* Set `vllm_mode: server`"),
         ({"vllm_mode": "server", "vllm_num_servers": 2}, "`vllm_num_servers=2` contradicts `vllm_mode='server'`"),
         ({"vllm_mode": "server", "vllm_server_urls": ["localhost:8000"]}, "'localhost:8000' .* is not an http"),
+        ({"vllm_server_args": ["--host", "0.0.0.0"]}, "`--host` in `vllm_server_args` .* 127.0.0.1 alone"),
+        ({"vllm_server_args": ["--api-key=sk-1"]}, "`--api-key` in `vllm_server_args` .* VLLM_API_KEY"),
+        (
+            {"vllm_mode": "server", "vllm_server_urls": ["http://me:sk-1@a:1"]},
+            "address of 'a' in `vllm_server_urls` holds credentials",
+        ),
+        ({"nonfinite": "ignore"}, "`nonfinite='ignore'` is not one of 'stop', 'skip'"),
+        ({"collapse_watch": "on"}, "`collapse_watch='on'` is not one of"),
+        ({"collapse_window": 0}, "`collapse_window=0` must be at least 1"),
+        ({"max_nonfinite_skips": 0}, "`max_nonfinite_skips=0` must be at least 1"),
+        ({"collapse_veto_share": -0.1}, "`collapse_veto_share=-0.1` must be 0 or more"),
         ({"vllm_enable_sleep_mode": True, "vllm_release": "stop"}, "contradicts `vllm_release='stop'`"),
         ({"accelerator_config": {"split_batches": True}}, "`split_batches=True` in `accelerator_config`"),
         ({"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 4}}}, "gradient_accumulation_kwargs"),

@@ -24,14 +24,14 @@ ACCELERATE = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
 
 LAYERS = (
     {"cli"},
-    {"evaluation", "lab", "train"},
+    {"evaluation", "lab", "stage_cli", "train"},
     {"trainer"},
     {"report"},
-    {"anchors", "callbacks", "objectives", "policy", "preflight", "staging", "update"},
+    {"anchors", "callbacks", "guards", "objectives", "policy", "preflight", "running", "staging", "update"},
     {"phases"},
-    {"config", "data", "hub", "options", "ranks"},
+    {"config", "data", "hub", "options", "ranks", "trackers"},
     {"rewards", "rollout"},
-    {"losses", "schedule", "stage", "telemetry"},
+    {"collapse", "locks", "losses", "schedule", "signals", "stage", "telemetry"},
 )
 """A module imports from its own layer or from one below. A new top-level module needs a place here."""
 

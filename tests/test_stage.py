@@ -982,3 +982,32 @@ def test_threads_may_read_at_once(tmp_path):
     for thread in threads:
         thread.join()
     assert sorted(seen) == [0, 100, 200, 300, 400, 500]
+
+
+# What a manifest says of the rewards
+
+
+def test_a_stage_written_before_the_scoring_was_kept_is_read_and_continued(tmp_path):
+    writer = StageWriter.create(tmp_path, make_manifest())
+    writer.append([make_group(0)])
+    writer.close()
+    assert "scoring" not in json.loads((tmp_path / "manifest.json").read_text())
+    resumed = StageWriter.resume(tmp_path, make_manifest(scoring={"advantage_eps": 1e-6}))
+    assert resumed.done_groups == {0}
+    resumed.append([make_group(group) for group in range(1, 6)])
+    resumed.complete()
+    assert len(load_stage(tmp_path)) == 12
+
+
+def test_another_scoring_is_another_stage(tmp_path):
+    StageWriter.create(tmp_path, make_manifest(scoring={"advantage_eps": 1e-6, "scale_rewards": "group"})).close()
+    other = make_manifest(scoring={"advantage_eps": 1e-6, "scale_rewards": "none"})
+    with pytest.raises(StageError, match=r"scoring\['scale_rewards'\]: 'group' → 'none' \(stored → expected\)"):
+        StageWriter.resume(tmp_path, other)
+    assert read_manifest(tmp_path).scoring == {"advantage_eps": 1e-6, "scale_rewards": "group"}
+
+
+@pytest.mark.parametrize("scoring", ["group", {"advantage_eps": math.nan}, {"f": len}])
+def test_a_scoring_that_is_no_json_object_is_refused(scoring):
+    with pytest.raises(StageError, match="manifest scoring="):
+        make_manifest(scoring=scoring)

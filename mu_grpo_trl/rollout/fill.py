@@ -129,6 +129,7 @@ def fill_stage(
     num_ranks: int = 1,
     check: Callable[[], None] = lambda: None,
     waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    interruptible: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
     """
     Generate, score and store every group of `batches` that the writer does not have yet.
@@ -149,15 +150,18 @@ def fill_stage(
         num_ranks (`int`): that fill the stage, each its own `batches`.
         check (`Callable`): called between groups; raises when another rank has failed.
         waiting (`Callable`): context for the time spent waiting for rewards after the last group was generated.
+        interruptible (`Callable`): context for the waits, on the engine and on rewards, in which an exception that a
+            signal raises loses nothing.
     """
-    fill = _Fill(writer, score, progress, score_threads, num_ranks)
+    fill = _Fill(writer, score, progress, score_threads, num_ranks, interruptible)
     try:
         fill.submit(fill.unscored.load())
         with waiting():
             fill.collect(until=0)
         fill.flush()
         for batch in batches:
-            for results in _chunks(engine.generate(batch, sampling), whole=isinstance(batch, list)):
+            generated = _chunks(engine.generate(batch, sampling), whole=isinstance(batch, list))
+            while results := _next(generated, interruptible):
                 fill.submit(results)
                 check()
                 fill.collect(until=4 * FLUSH_GROUPS)
@@ -175,7 +179,18 @@ def fill_stage(
 
 def _chunks(results: Iterator[GroupResult], whole: bool) -> Iterator[list[GroupResult]]:
     """What was generated in one go stays together, so that an error in scoring loses none of it."""
-    return iter([list(results)]) if whole else ([result] for result in results)
+    if whole:
+        yield list(results)
+    else:
+        yield from ([result] for result in results)
+
+
+def _next(
+    generated: Iterator[list[GroupResult]], interruptible: Callable[[], AbstractContextManager[Any]]
+) -> list[GroupResult]:
+    """What the engine gives next; nothing at its end."""
+    with interruptible():
+        return next(generated, [])
 
 
 class _Fill:
@@ -188,7 +203,9 @@ class _Fill:
         progress: FillProgress,
         score_threads: int,
         num_ranks: int,
+        interruptible: Callable[[], AbstractContextManager[Any]],
     ) -> None:
+        self._interruptible = interruptible
         self.unscored = UnscoredStore(writer, num_ranks)
         self._writer = writer
         self._score = score
@@ -214,7 +231,8 @@ class _Fill:
                 del self._pending[future]
             if len(self._pending) <= until:
                 return
-            wait(self._pending, return_when=FIRST_COMPLETED)
+            with self._interruptible():
+                wait(self._pending, return_when=FIRST_COMPLETED)
 
     def flush_if_due(self) -> None:
         if len(self._scored) >= FLUSH_GROUPS or time.monotonic() - self._last_flush > FLUSH_S:

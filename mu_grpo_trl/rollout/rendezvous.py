@@ -10,8 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..signals import Interrupted
+
 POLL_S = 0.2
 HEARTBEAT_S = 5.0
+
+
+MEETING_PREFIX = ".meeting-"
+"""Of the folders that meetings are held in."""
+INTERRUPTED = "Interrupted by signal "
 
 
 class PeerError(RuntimeError):
@@ -30,13 +37,22 @@ class Rendezvous:
         rank (`int`): of this process.
         num_ranks (`int`): how many meet.
         silence_s (`float`): a rank that neither finished nor gave a sign of life for so long counts as dead.
+        purpose (`str`): what they meet for, as error messages put it.
     """
 
-    def __init__(self, folder: Path, rank: int, num_ranks: int, silence_s: float = 300.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        num_ranks: int,
+        silence_s: float = 300.0,
+        purpose: str = "while the stage was being made",
+    ) -> None:
         self._folder = folder
         self._rank = rank
         self._num_ranks = num_ranks
         self._silence_s = silence_s
+        self._purpose = purpose
         self._started = time.time()
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -49,7 +65,7 @@ class Rendezvous:
         try:
             yield
         except BaseException as error:
-            self._write("error", f"{type(error).__name__}: {error}")
+            self.tell(error)
             raise
         else:
             self._write("done", "")
@@ -61,11 +77,16 @@ class Rendezvous:
         """
         Raises:
             `PeerError`: another rank has failed.
+            `Interrupted`: another rank was ended by a signal.
         """
         for rank in range(self._num_ranks):
             path = self._path("error", rank)
-            if rank != self._rank and path.exists():
-                raise PeerError(f"Rank {rank} failed while the stage was being made: {path.read_text()}")
+            if rank == self._rank or not path.exists():
+                continue
+            text = path.read_text()
+            if text.startswith(INTERRUPTED):
+                raise Interrupted(int(text.removeprefix(INTERRUPTED)))
+            raise PeerError(f"Rank {rank} failed {self._purpose}: {text}")
 
     def wait(self) -> None:
         """
@@ -73,6 +94,7 @@ class Rendezvous:
 
         Raises:
             `PeerError`: another rank failed, or was silent for longer than `silence_s`.
+            `Interrupted`: another rank was ended by a signal.
         """
         missing = set(range(self._num_ranks))
         while True:
@@ -85,6 +107,11 @@ class Rendezvous:
                 if silent_s > self._silence_s:
                     raise PeerError(f"Rank {rank} gave no sign of life for {silent_s:.0f} s; it is dead or frozen.")
             time.sleep(POLL_S)
+
+    def tell(self, error: BaseException) -> None:
+        """Announce to the others that this rank leaves with `error`."""
+        interrupted = isinstance(error, Interrupted)
+        self._write("error", f"{INTERRUPTED}{error.signum}" if interrupted else f"{type(error).__name__}: {error}")
 
     def remove(self) -> None:
         """Delete the folder; call it after a barrier, on one rank."""

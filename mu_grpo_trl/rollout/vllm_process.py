@@ -81,7 +81,7 @@ class ServerOptions:
     startup_timeout_s: float = 1800.0
     port: int = 0
     extra_args: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)  # it may hold a key
 
 
 def preflight(python: str) -> str:

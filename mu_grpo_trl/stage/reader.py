@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 _OPEN_SHARDS = 512
+_NULLABLE = ("rewards", "reward")
 _REPAIR = "StageWriter.resume sets it aside, so that only its groups are generated again."
 
 
@@ -96,6 +97,7 @@ class Shard:
                 f"has {_fingerprint(schema)}: the shard was copied in from another stage, or the manifest was edited. "
                 "Restore the manifest, or let StageWriter.resume set the shard aside and generate its groups again."
             )
+        _check_arrays(path, self.batch)
         self.num_rows = self.batch.num_rows
         self.prompt_offsets, self.prompt_ids = self._lists("prompt_ids", np.int32)
         self.completion_offsets, self.completion_ids = self._lists("completion_ids", np.int32)
@@ -357,13 +359,38 @@ def _read_batch(path: Path) -> pa.RecordBatch:
     try:
         with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
             batches = list(stream)
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, ValueError, MemoryError, OSError) as error:
         raise StageError(f"{path}: truncated or corrupt ({error}). {_REPAIR}") from error
     if len(batches) != 1:
         raise StageError(
             f"{path}: has {len(batches)} record batches instead of 1; another program wrote it. {_REPAIR}"
         )
     return batches[0]
+
+
+def _check_arrays(path: Path, batch: pa.RecordBatch) -> None:
+    """What reading the columns without a copy relies on: offsets in bounds, and nulls among the rewards alone.
+
+    Raises:
+        StageError: the shard was written by another program, or altered.
+    """
+    try:
+        batch.validate(full=True)
+    except pa.ArrowException as error:
+        raise StageError(f"{path}: altered, or another program wrote it ({error}). {_REPAIR}") from error
+    if batch.num_rows == 0:
+        raise StageError(f"{path}: holds no rows; another program wrote it. {_REPAIR}")
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        if name not in _NULLABLE and (column.null_count or _has_gaps(column)):
+            raise StageError(f"{path}: nulls or gaps in its {name}; another program wrote it. {_REPAIR}")
+
+
+def _has_gaps(column: pa.Array) -> bool:
+    """Whether the values of a list column are not the concatenation of its rows, each value there."""
+    if not pa.types.is_list(column.type):
+        return False
+    first, last = column.offsets[0].as_py(), column.offsets[-1].as_py()
+    return (first, last, column.values.null_count) != (0, len(column.values), 0)
 
 
 def _fingerprint(schema: pa.Schema) -> str:

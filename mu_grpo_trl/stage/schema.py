@@ -123,6 +123,8 @@ class Manifest:
             stale.
         run_id (`str`): the run that owns the stage.
         reward_names (`tuple[str, ...]`): the reward functions, at least one.
+        scoring (`dict` or None): what else turned responses into rewards and advantages, JSON values only; None in a
+            stage that was written before this was kept, which agrees with any.
         status (`"filling"` or `"complete"`): complete once every group is there exactly once.
         schema_version (`int`): version of this layout.
 
@@ -146,6 +148,7 @@ class Manifest:
     published_step: int
     run_id: str
     reward_names: tuple[str, ...]
+    scoring: dict[str, Any] | None = None
     status: Status = "filling"
     schema_version: int = SCHEMA_VERSION
 
@@ -161,7 +164,9 @@ class Manifest:
         indices = _items("prompt_indices", self.prompt_indices)
         self._set("prompt_indices", tuple(_checked_int("prompt_indices", index, 0) for index in indices))
         self._set("reward_names", tuple(_items("reward_names", self.reward_names)))
-        self._set("sampling", _plain_json(self.sampling))
+        self._set("sampling", _plain_json("sampling", self.sampling))
+        if self.scoring is not None:
+            self._set("scoring", _plain_json("scoring", self.scoring))
         self._check_counts()
 
     def _set(self, name: str, value: object) -> None:
@@ -195,13 +200,18 @@ class Manifest:
         """The first field in which `other` differs, `status` aside, as "name: mine → other's"; None if they agree."""
         for field in fields(self):
             mine, theirs = getattr(self, field.name), getattr(other, field.name)
+            if field.name == "scoring" and None in (mine, theirs):
+                continue
             if field.name != "status" and mine != theirs:
                 return _describe_difference(field.name, mine, theirs)
         return None
 
     def to_json(self) -> str:
         """The manifest as JSON text; `from_json` gives back an equal one."""
-        return json.dumps(asdict(self), indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
+        values = asdict(self)
+        if self.scoring is None:
+            del values["scoring"]  # as it was written: the fingerprint of its shards depends on it
+        return json.dumps(values, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Manifest:
@@ -219,9 +229,10 @@ class Manifest:
             raise StageError(f"manifest holds a {type(values).__name__}, not an object; it was replaced or edited.")
         _check_version(values.get("schema_version"))
         known = {field.name for field in fields(cls)}
-        if set(values) != known:
+        lacking, unknown = known - set(values) - {"scoring"}, set(values) - known
+        if lacking or unknown:
             raise StageError(
-                f"manifest lacks {sorted(known - set(values))} and has unknown {sorted(set(values) - known)}; "
+                f"manifest lacks {sorted(lacking)} and has unknown {sorted(unknown)}; "
                 "it was edited, or another program wrote it."
             )
         return cls(**values)
@@ -331,14 +342,14 @@ def _items(name: str, value: Any) -> list[Any]:
     return list(value)
 
 
-def _plain_json(sampling: Any) -> dict[str, Any]:
-    """A copy of `sampling` as JSON gives it back, so that a manifest equals its own round trip."""
+def _plain_json(name: str, values: Any) -> dict[str, Any]:
+    """A copy of `values` as JSON gives it back, so that a manifest equals its own round trip."""
     try:
-        copy = json.loads(json.dumps(sampling, allow_nan=False))
+        copy = json.loads(json.dumps(values, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise StageError(f"manifest sampling={sampling!r} must hold JSON values only: {error}.") from error
+        raise StageError(f"manifest {name}={values!r} must hold JSON values only: {error}.") from error
     if not isinstance(copy, dict):
-        raise StageError(f"manifest sampling={sampling!r} must be a dict.")
+        raise StageError(f"manifest {name}={values!r} must be a dict.")
     return copy
 
 

@@ -42,7 +42,7 @@ from .schema import (
 logger = logging.getLogger(__name__)
 
 _MAX_TOKEN_ID = np.iinfo(np.int32).max
-_MAX_LOGP = 0.1
+MAX_LOGP = 0.1
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -433,7 +433,7 @@ def _logps(logps: LogpArray, num_tokens: int, where: str) -> np.ndarray:
             f"{where}: none of its {num_tokens} behavior_logps is usable: the engine returned garbage logits, or no "
             "log-probs. Check the engine, and generate the group again."
         )
-    if np.any(array > _MAX_LOGP):
+    if np.any(array > MAX_LOGP):
         raise StageError(
             f"{where}: behavior_logps up to {np.nanmax(array)}, but a log-prob is never above 0: the engine returned "
             "logits. Set its log-prob mode to processed_logprobs."

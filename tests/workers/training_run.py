@@ -83,6 +83,28 @@ def fail() -> None:
     raise ZeroDivisionError("injected on this rank")
 
 
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def interrupt_twice() -> None:
+    interrupt()
+    interrupt()
+
+
+FAULTS = {
+    "die": die,
+    "fail": fail,
+    "terminate": terminate,
+    "interrupt": interrupt,
+    "interrupt_twice": interrupt_twice,
+}
+
+
 def calls_fault_at(function: Callable[..., Any], fault: Callable[[], None], call: int) -> Callable[..., Any]:
     """`function`, but with `fault` before its `call`-th call."""
     calls = 0
@@ -125,7 +147,7 @@ def whole_weights(trainer: MuGRPOTrainer) -> dict[str, torch.Tensor]:
 
 def train(spec: dict[str, Any], resume: Any = None, fault: dict[str, Any] | None = None) -> MuGRPOTrainer:
     """
-    Train; `fault` is `{"kind": "die" | "fail", "at": place, "number": n, "rank": r}` with a place of generate, append,
+    Train; `fault` is `{"kind": name in FAULTS, "at": place, "number": n, "rank": r}` with a place of generate, append,
     complete, publish, checkpoint (calls counted from 1), begin, step, saved (updates), or reward.
     """
     os.makedirs(spec["output_dir"], exist_ok=True)
@@ -133,7 +155,7 @@ def train(spec: dict[str, Any], resume: Any = None, fault: dict[str, Any] | None
     callbacks, at, reward = [], None, digit_share
     act = None
     if fault is not None and fault.get("rank", 0) == rank:
-        act, at, number = {"die": die, "fail": fail}[fault["kind"]], fault["at"], fault["number"]
+        act, at, number = FAULTS[fault["kind"]], fault["at"], fault["number"]
         if at in ("begin", "step", "saved"):
             callbacks.append(FaultAtUpdate(act, number, at))
         elif at in ("append", "complete"):
@@ -170,7 +192,7 @@ def child(env: dict[str, str], log: str, spec: dict[str, Any], resume: Any, faul
             torch.save(weights, f"{spec['output_dir']}/final.pt")
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(error.code if isinstance(error, SystemExit) else 1)
