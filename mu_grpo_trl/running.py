@@ -20,7 +20,7 @@ from .locks import FolderInUseError, RunLock
 from .ranks import broadcast_string
 from .rollout.rendezvous import MEETING_PREFIX, PeerError, Rendezvous
 from .signals import Interrupted, StopRequest
-from .trackers import kept_wandb_run
+from .trackers import open_wandb_run
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,8 @@ def running(
         if checkpoint is not None:
             check_optimizer_state(Path(checkpoint), accelerator)
             _load_onto_numbered_cpus()
-        with stop.handled(), kept_wandb_run(config, accelerator.is_main_process, checkpoint is not None):
+        open_wandb_run(config, accelerator.is_main_process, resumed=checkpoint is not None)
+        with stop.handled():
             yield
     finally:
         lock.release()

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -15,28 +12,27 @@ from .config import MuGRPOConfig
 WANDB_ID_FILE = "wandb_run_id"
 
 
-@contextmanager
-def kept_wandb_run(config: MuGRPOConfig, is_main: bool, resumed: bool) -> Iterator[None]:
+def open_wandb_run(config: MuGRPOConfig, is_main: bool, resumed: bool) -> None:
     """
-    Inside the block W&B logs to the run whose id `output_dir` keeps, if `report_to` names it. An id is drawn at the
-    first start and again by a start that continues nothing. A run that is active, or named in `WANDB_RUN_ID`, is left.
+    Have W&B log to the run whose id `output_dir` keeps, if `report_to` names it. An id is drawn at the first start and
+    again by a start that continues nothing. A run that is active, or named in `WANDB_RUN_ID`, is left.
     """
-    wandb = sys.modules.get("wandb")
-    active = wandb is not None and wandb.run is not None
-    if not is_main or "wandb" not in (config.report_to or ()) or active or "WANDB_RUN_ID" in os.environ:
-        yield
+    if not is_main or "wandb" not in (config.report_to or ()) or "WANDB_RUN_ID" in os.environ:
+        return
+    import wandb
+
+    if wandb.run is not None:
         return
     path = config.output_path / WANDB_ID_FILE
     if not path.exists() or not (resumed or _continues(config)):
         path.write_text(uuid.uuid4().hex[:8])
-    former = os.environ.get("WANDB_RESUME")
-    os.environ |= {"WANDB_RUN_ID": path.read_text(), "WANDB_RESUME": former or "allow"}
-    try:
-        yield
-    finally:
-        del os.environ["WANDB_RUN_ID"]
-        if former is None:
-            del os.environ["WANDB_RESUME"]
+    # Not by the environment, which W&B reads once per process.
+    wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "huggingface"),  # as transformers would
+        name=config.run_name,
+        id=path.read_text(),
+        resume=os.environ.get("WANDB_RESUME", "allow"),  # type: ignore[arg-type]  # checked by W&B
+    )
 
 
 def _continues(config: MuGRPOConfig) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import gc
 import json
 import logging
@@ -22,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.utils import DistributedType
+from aiohttp import web
 from helpers import PROMPTS, REPOSITORY, config_options, save_tiny_policy
 from processes import run_alone, run_ranks
 from pyarrow import parquet
@@ -29,16 +32,18 @@ from transformers import AutoModelForCausalLM
 from workers.train_worker import RecordWeights
 from workers.training_run import make_trainer, train, whole_weights
 
-from mu_grpo_trl import MuGRPOConfig, MuGRPOTrainer
+from mu_grpo_trl import MuGRPOConfig, MuGRPOTrainer, preflight
 from mu_grpo_trl.callbacks import check_optimizer_state
 from mu_grpo_trl.collapse import CollapseWatch
 from mu_grpo_trl.guards import LearningError
 from mu_grpo_trl.locks import LOCK_NAME, FolderInUseError, RunLock
 from mu_grpo_trl.losses import SUM_NAMES, LossInputs, nan_unless_finite
+from mu_grpo_trl.rollout.vllm_server import ClientOptions, Server
 from mu_grpo_trl.signals import Interrupted, StopRequest
 from mu_grpo_trl.stage.reader import StageReader
-from mu_grpo_trl.stage.schema import StageError
-from mu_grpo_trl.trackers import kept_wandb_run
+from mu_grpo_trl.stage.schema import GroupRollout, ResponseRow, StageError
+from mu_grpo_trl.stage.writer import StageWriter
+from mu_grpo_trl.trackers import open_wandb_run
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +229,7 @@ def test_the_second_sigint_stops_at_once(policy, tmp_path):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("place", "number", "saved"), [("step", 5, [4, 6]), ("generate", 2, [4])])
+@pytest.mark.parametrize(("place", "number", "saved"), [("step", 5, [4, 7]), ("generate", 2, [4])])
 def test_a_signal_to_one_rank_ends_all_at_the_same_update(place, number, saved, policy, tmp_path):
     spec = options(policy, tmp_path / "stopped")
     fault = {"kind": "terminate", "at": place, "number": number, "rank": 1}  # rank 1 generates one batch a stage
@@ -573,19 +578,129 @@ def files_that_hold(folder: Path, secret: bytes) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file() and secret in path.read_bytes()]
 
 
-def test_a_run_of_wandb_named_by_the_user_is_left_alone(tmp_path, monkeypatch):
+def test_a_run_of_wandb_named_by_the_user_or_active_is_left_alone(tmp_path, monkeypatch):
+    import wandb
+
     config = MuGRPOConfig(**config_options(tmp_path, report_to="wandb"))
+    started = []
+    monkeypatch.setattr(wandb, "init", lambda **arguments: started.append(arguments["id"]))
     monkeypatch.setenv("WANDB_RUN_ID", "mine")
-    with kept_wandb_run(config, True, False):
-        assert os.environ["WANDB_RUN_ID"] == "mine"
+    open_wandb_run(config, True, False)
     monkeypatch.delenv("WANDB_RUN_ID")
-    with kept_wandb_run(config, True, False):
-        drawn = os.environ["WANDB_RUN_ID"]
-        assert os.environ["WANDB_RESUME"] == "allow"
-    assert "WANDB_RUN_ID" not in os.environ and "WANDB_RESUME" not in os.environ
-    assert drawn == (tmp_path / "wandb_run_id").read_text()
-    with kept_wandb_run(config, False, True):
-        assert "WANDB_RUN_ID" not in os.environ
+    monkeypatch.setattr(wandb, "run", "active")
+    open_wandb_run(config, True, False)
+    monkeypatch.setattr(wandb, "run", None)
+    open_wandb_run(config, False, False)
+    assert not started and not (tmp_path / "wandb_run_id").exists()
+    open_wandb_run(config, True, False)
     (tmp_path / "stages/stage-000").mkdir(parents=True)  # a first stage that a kill left unfinished
-    with kept_wandb_run(config, True, False):
-        assert os.environ["WANDB_RUN_ID"] == drawn
+    open_wandb_run(config, True, False)
+    assert started == [(tmp_path / "wandb_run_id").read_text()] * 2
+
+
+# Security
+
+KEY = "sk-very-secret"
+TOKEN = "hf_very_secret"
+
+
+def test_managed_servers_listen_on_loopback_and_require_the_key_without_showing_it(tmp_path):
+    config = MuGRPOConfig(**config_options(tmp_path, rollout_engine="vllm", vllm_api_key=KEY))
+    (server,) = preflight._managed_servers(config, 64)
+    command = server.command(tmp_path)
+    assert command[command.index("--host") + 1] == "127.0.0.1"
+    assert server._options.env["VLLM_API_KEY"] == KEY
+    assert KEY not in " ".join(command) + repr(server._options)
+
+
+def test_the_key_in_the_environment_is_used_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    config = MuGRPOConfig(**config_options(tmp_path, rollout_engine="vllm"))
+    assert preflight._managed_servers(config, 64)[0]._options.env["VLLM_API_KEY"] == KEY
+    assert preflight._api_key(config) == KEY
+    assert config.vllm_api_key is None
+
+
+def test_a_server_gets_the_key_as_a_bearer_token():
+    seen = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append(request.headers.get("Authorization"))
+        return web.json_response({"data": []})
+
+    async def ask() -> None:
+        app = web.Application()
+        app.router.add_get("/v1/models", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        for key in (KEY, None):
+            server = Server(f"http://127.0.0.1:{runner.addresses[0][1]}", ClientOptions(8, 8, api_key=key))
+            await server.get_json("/v1/models")
+            await server.disconnect()
+        await runner.cleanup()
+
+    asyncio.run(ask())
+    assert seen == [f"Bearer {KEY}", None]
+
+
+def test_no_secret_is_in_any_file_or_log_of_a_run(policy, tmp_path, caplog, capfd):
+    spec = options(
+        policy,
+        tmp_path,
+        max_steps=2,
+        stage_updates=2,
+        save_steps=1,
+        vllm_api_key=KEY,
+        hub_token=TOKEN,
+        log_level="debug",
+    )
+    with caplog.at_level(logging.DEBUG):
+        trainer = make_trainer(spec)
+        trainer.train()
+        trainer.save_model(str(tmp_path))
+        trainer.create_model_card()
+    assert trainer.args.vllm_api_key == KEY
+    assert (tmp_path / "README.md").exists() and list(tmp_path.glob("checkpoint-*/training_args.bin"))
+    written = capfd.readouterr()
+    for secret in (KEY, TOKEN):
+        assert not files_that_hold(tmp_path, secret.encode())
+        assert secret not in caplog.text + written.out + written.err
+
+
+READ_WITH_AUDIT = """
+import sys
+from mu_grpo_trl import load_stage
+from mu_grpo_trl.stage.reader import StageReader
+opened = []
+sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+stage = StageReader(sys.argv[1], verify=True)
+[stage.response(group, 0) for group in stage.groups]
+load_stage(sys.argv[1])
+print([path for path in opened if "outside" in path])
+"""
+
+
+def test_no_field_of_a_manifest_is_used_as_a_path(policy, tmp_path):
+    train(options(policy, tmp_path / "run", max_steps=1, stage_updates=1))
+    source = StageReader(tmp_path / "run/stages/stage-000")
+    elsewhere = "../../outside"
+    manifest = dataclasses.replace(
+        source.manifest, dataset_hash=elsewhere, tokenizer_hash=elsewhere, engine=elsewhere, engine_version=elsewhere,
+        policy_hash=elsewhere, policy_version=elsewhere, run_id=elsewhere, reward_names=(elsewhere,),
+        scoring={"path": elsewhere}, sampling={**source.manifest.sampling, "stop": [elsewhere]}, status="filling",
+    )  # fmt: skip
+    writer = StageWriter.create(tmp_path / "stage", manifest)
+    for group in source.groups.tolist():
+        responses = [source.response(group, sample) for sample in range(4)]
+        rows = [
+            ResponseRow(response.completion_ids, response.behavior_logps, {elsewhere: 0.0}, 0.0, 0.0, "stop")
+            for response in responses
+        ]
+        prompt = manifest.prompt_indices[group]
+        writer.append([GroupRollout(group, prompt, responses[0].prompt_ids, elsewhere, rows)])
+    writer.complete()
+    command = [sys.executable, "-c", READ_WITH_AUDIT, str(tmp_path / "stage")]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
+    assert done.stdout.strip().splitlines()[-1:] == ["[]"], done.stderr[-2000:]
