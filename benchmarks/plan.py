@@ -27,18 +27,6 @@ NUM_GENERATIONS = 8
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Tokens of the rows that an update forwards, each int64 `(rows,)`."""
-
-    prompt_lengths: np.ndarray
-    completion_lengths: np.ndarray
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return self.prompt_lengths + self.completion_lengths
-
-
-@dataclass(frozen=True)
 class Case:
     """The stage planned for some ranks and a budget; loads in tokens, padding included, summed over updates."""
 
@@ -77,7 +65,7 @@ def main() -> None:
                 case = plan_stage(stage, ranks, budget)
                 cases.setdefault(f"{ranks} ranks, {budget} tokens", []).append(case.figures())
                 ours += case.highest_load
-                other += sum(fixed_load(rows, ranks, budget) for rows in stage)
+                other += sum(fixed_load(lengths, ranks, budget) for lengths in stage)
         ratios.append(other / ours)
     worst = {name: {key: max(one[key] for one in figures) for key in figures[0]} for name, figures in cases.items()}
     for name, figures in worst.items():
@@ -86,40 +74,39 @@ def main() -> None:
     report("plan", ratios, **figures, cases=worst)
 
 
-def make_stage(num_updates: int, seed: int) -> list[Rows]:
-    """The rows to forward of each update of a stage: those of nonzero advantage."""
+def make_stage(num_updates: int, seed: int) -> list[np.ndarray]:
+    """Tokens of the rows that each update of a stage forwards, those of nonzero advantage: int64 `(rows,)` each."""
     rng = np.random.default_rng(seed)
     num_groups = num_updates * PROMPTS_PER_UPDATE
     forwarded = group_advantages(rng, num_groups, NUM_GENERATIONS) != 0
     prompts = np.repeat(rng.integers(*PROMPT_TOKENS, (num_groups, 1)), NUM_GENERATIONS, axis=1)
     completions = long_tailed_lengths(rng, (num_groups, NUM_GENERATIONS))
     shape = (num_updates, PROMPTS_PER_UPDATE * NUM_GENERATIONS)
-    updates = zip(*(array.reshape(shape) for array in (prompts, completions, forwarded)), strict=True)
-    return [Rows(prompt[keep], completion[keep]) for prompt, completion, keep in updates]
+    updates = zip((prompts + completions).reshape(shape), forwarded.reshape(shape), strict=True)
+    return [lengths[keep] for lengths, keep in updates]
 
 
-def plan_stage(stage: list[Rows], num_ranks: int, budget: int) -> Case:
+def plan_stage(stage: list[np.ndarray], num_ranks: int, budget: int) -> Case:
     """Plan every update."""
     real = forwarded = 0
     highest = lockstep = mean = bound = 0.0
     plan_ms = []
-    for rows in stage:
+    for lengths in stage:
         started = time.perf_counter()
-        plan = plan_update(rows.prompt_lengths, rows.completion_lengths, num_ranks, budget)
+        plan = plan_update(lengths, num_ranks, budget)
         plan_ms.append(1e3 * (time.perf_counter() - started))
-        loads = _loads(plan, rows.lengths)
-        real += int(rows.lengths.sum())
+        loads = _loads(plan, lengths)
+        real += int(lengths.sum())
         forwarded += plan.forwarded_tokens
         mean += float(loads.sum()) / num_ranks
         highest += float(loads.sum(axis=1).max())
         lockstep += float(loads.max(axis=0).sum())
-        bound += max(float(rows.lengths.sum()) / num_ranks, float(rows.lengths.max()))
+        bound += max(float(lengths.sum()) / num_ranks, float(lengths.max()))
     return Case(real, forwarded, mean, highest, lockstep, bound, plan_ms)
 
 
-def fixed_load(rows: Rows, num_ranks: int, budget: int) -> float:
+def fixed_load(lengths: np.ndarray, num_ranks: int, budget: int) -> float:
     """Tokens the costliest rank forwards when each micro-batch holds as many rows as fit at the longest length."""
-    lengths = rows.lengths
     size = max(1, budget // int(lengths.max()))
     shares = (lengths[rank::num_ranks] for rank in range(num_ranks))
     return max(

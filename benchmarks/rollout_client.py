@@ -17,6 +17,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import signal
 import statistics
 import subprocess
 import tempfile
@@ -27,6 +28,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from mu_grpo_trl.lab.arithmetic import draw_problems, make_tokenizer, prompt_of
 from mu_grpo_trl.rollout import vllm_wire
@@ -117,6 +120,7 @@ def measure_vllm(options: argparse.Namespace) -> tuple[list[float], dict[str, An
     prompts: list[list[int]] = [tokenizer(prompt_of(problem))["input_ids"] for problem in problems]
     sampling = SamplingParams(1.0, 40, BATCH_LIMITS["max_model_len"], NUM_GENERATIONS, (tokenizer.eos_token_id,))
     rates: dict[str, list[float]] = {"http": [], "in_process": []}
+    cpu_us: dict[str, list[float]] = {"http": [], "in_process": []}
     with (
         tempfile.TemporaryDirectory() as folder,
         _http_engine(options.vllm_python, Path(folder)) as engine,
@@ -125,25 +129,38 @@ def measure_vllm(options: argparse.Namespace) -> tuple[list[float], dict[str, An
 
         def over_http() -> float:
             requests = [GroupRequest(group, ids) for group, ids in enumerate(prompts)]
-            started = time.perf_counter()
+            started, cpu_s = time.perf_counter(), _cpu_seconds()
             results = list(engine.generate(requests, sampling))
             seconds = time.perf_counter() - started
             tokens = sum(len(completion.token_ids) for result in results for completion in result.completions)
-            rates["http"].append(tokens / seconds)
-            return seconds / tokens
+            return note("http", seconds, _cpu_seconds() - cpu_s, tokens)
 
         def in_process() -> float:
+            cpu_s = _cpu_seconds()
             result = generate()
             assert result["responses"] == len(prompts) * NUM_GENERATIONS
-            rates["in_process"].append(result["tokens"] / result["seconds"])
-            return result["seconds"] / result["tokens"]
+            return note("in_process", result["seconds"], _cpu_seconds() - cpu_s, result["tokens"])
+
+        def note(side: str, seconds: float, cpu_s: float, tokens: int) -> float:
+            rates[side].append(tokens / seconds)
+            cpu_us[side].append(1e6 * cpu_s / tokens)
+            return seconds / tokens
 
         over_http()
         in_process()
-        for values in rates.values():
+        for values in (*rates.values(), *cpu_us.values()):
             values.clear()
         ratios = run_pairs(over_http, in_process, num_pairs(options))
-    return ratios, {f"{name}_tokens_per_s": round(statistics.median(values)) for name, values in rates.items()}
+    figures = {f"{side}_tokens_per_s": round(statistics.median(values)) for side, values in rates.items()}
+    figures |= {f"{side}_cpu_us_per_token": round(statistics.median(values), 1) for side, values in cpu_us.items()}
+    cpu_ratios = [other / ours for ours, other in zip(cpu_us["http"], cpu_us["in_process"], strict=True)]
+    return ratios, {**figures, "cpu_ratio": round(statistics.median(cpu_ratios), 4)}
+
+
+def _cpu_seconds() -> float:
+    """CPU time of this process and of all it started that still run."""
+    this = psutil.Process()
+    return sum(sum(process.cpu_times()[:2]) for process in (this, *this.children(recursive=True)))
 
 
 def _fill(engine: VLLMEngine, requests: list[GroupRequest]) -> int:
@@ -246,6 +263,7 @@ def _llm_process(
         stderr=subprocess.DEVNULL,
         text=True,
         env={**os.environ, **ENVIRONMENT},
+        start_new_session=True,
     )
     assert process.stdin is not None and process.stdout is not None
     stdin, stdout = process.stdin, process.stdout
@@ -265,8 +283,8 @@ def _llm_process(
         result()
         yield generate
     finally:
-        stdin.close()
-        process.wait(60)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from datasets import Dataset, IterableDataset
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.trainer_utils import IntervalStrategy
@@ -24,6 +25,7 @@ from .rollout.vllm_client import ClientOptions, VLLMEngine
 from .rollout.vllm_process import ManagedServer, ServerOptions, device_sets
 from .schedule import Schedule
 from .stage.schema import MANIFEST_NAME, ManifestLostError, read_manifest
+from .telemetry import peak_flops
 
 _REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
 
@@ -278,6 +280,14 @@ def make_schedule(config: MuGRPOConfig, num_prompts: int) -> Schedule:
         shuffle=config.shuffle_dataset is not False,
         shuffle_stage=config.shuffle_stage,
     )
+
+
+def devices_peak(accelerator: Accelerator) -> float | None:
+    """Half-precision operations per second of all ranks' devices together; None if not known, or not used."""
+    if accelerator.device.type != "cuda" or accelerator.mixed_precision not in ("bf16", "fp16"):
+        return None
+    peak = peak_flops(torch.cuda.get_device_name(accelerator.device))
+    return peak and peak * accelerator.num_processes
 
 
 def refuse_aux_loss(model: Any, enabled: bool) -> None:

@@ -16,6 +16,32 @@ KINDS = ("rollout", "reward", "sync", "handover", "optimize", "checkpoint", "eva
 `sync` is publishing and loading weights and the probe; `evaluation` is outside T_total, as in the paper (App. B.1)."""
 
 
+PEAK_FLOPS = {
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "A10G": 70e12,
+    "L4": 121e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+}
+"""Dense half-precision operations per second by device name (the vendors' data sheets, without sparsity)."""
+
+
+def peak_flops(device_name: str) -> float | None:
+    """
+    Dense half-precision peak of a device in operations per second, None if it is not known.
+
+    >>> peak_flops("NVIDIA H100 80GB HBM3")
+    989000000000000.0
+    """
+    words = device_name.replace("-", " ").split()
+    matching = [name for name in PEAK_FLOPS if set(name.split()) <= set(words)]
+    return PEAK_FLOPS[max(matching, key=len)] if matching else None
+
+
 class Telemetry:
     """
     Exclusive wall-clock intervals of one process: at any moment exactly one kind runs, so that the kinds add up to the
@@ -28,9 +54,13 @@ class Telemetry:
             ...
     telemetry.total_s()                          # all of it but evaluation
     ```
+
+    Args:
+        peak_flops (`float` or None): operations per second of all devices together, for the MFU; None leaves it out.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, peak_flops: float | None = None) -> None:
+        self._peak_flops = peak_flops
         self.seconds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
         self.counts: dict[str, float] = defaultdict(float)
         self._stack = ["other"]
@@ -88,7 +118,10 @@ class Telemetry:
         return self.seconds["rollout"] + self.seconds["reward"]
 
     def metrics(self) -> dict[str, float]:
-        """Cumulative `time/<kind>_s`, `time/total_s`, and rates and shares where there is something to divide."""
+        """
+        Cumulative `time/<kind>_s`, `time/total_s`, rates and shares where there is something to divide, and `mfu`:
+        6 · parameters · forwarded tokens over what the devices could do in the time of the optimization phase.
+        """
         total_s = self.total_s()
         values = {f"time/{kind}_s": seconds for kind, seconds in self.seconds.items() if seconds}
         values["time/total_s"] = total_s
@@ -100,6 +133,8 @@ class Telemetry:
         ):
             if self.seconds[kind]:
                 values[f"tokens/{rate}"] = counts[count] / self.seconds[kind]
+        if self._peak_flops and self.seconds["optimize"]:
+            values["mfu"] = counts["flops"] / (self.seconds["optimize"] * self._peak_flops)
         if counts["forwarded_tokens"]:
             values["tokens/padding_share"] = counts["padding_tokens"] / counts["forwarded_tokens"]
         if counts["responses"]:
@@ -122,7 +157,7 @@ def write_summary(path: Path, telemetry: Telemetry, schedule: Schedule, num_upda
         "total_s": telemetry.total_s(),
         **{f"{kind}_s": telemetry.seconds[kind] for kind in KINDS if kind != "rollout"},
         **telemetry.counts,
-        **{name: value for name, value in telemetry.metrics().items() if name.startswith("tokens/")},
+        **{name: value for name, value in telemetry.metrics().items() if not name.startswith("time/")},
     }
     path.write_text(json.dumps(summary, indent=1))
     return summary

@@ -140,7 +140,7 @@ class MuGRPOTrainer(PushesWithoutStages, WholeCheckpoints, GRPOTrainer):
         preflight.refuse_aux_loss(self.model, self.aux_loss_enabled)
         self.log_completions = False  # the parent would write its table at every log; ours is written once a stage
         self.rewards.to(self.accelerator.device)
-        self.telemetry, self.stop_request = Telemetry(), StopRequest()
+        self.telemetry, self.stop_request = Telemetry(preflight.devices_peak(self.accelerator)), StopRequest()
         base_model = self._base_model()
         turn_dropout_off(self.model)
         if args.lean_head and not args.entropy_coef:
@@ -331,7 +331,7 @@ class MuGRPOTrainer(PushesWithoutStages, WholeCheckpoints, GRPOTrainer):
         """Count the update's tokens and keep its rollout metrics for the next log."""
         for name, value in batch.metrics.items():
             self._metrics["train"][name].append(value)
-        for name, amount in batch.counts().items():
+        for name, amount in batch.counts(self._num_parameters).items():
             self.telemetry.count(name, amount)
 
     def log(self, logs, start_time=None) -> None:

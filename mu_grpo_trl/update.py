@@ -120,14 +120,15 @@ class UpdateBatch:
     metrics: dict[str, float]
     trained_tokens: int
 
-    def counts(self) -> dict[str, float]:
-        """What the update adds to the counters of [`~mu_grpo_trl.telemetry.Telemetry`]."""
+    def counts(self, num_parameters: int) -> dict[str, float]:
+        """What the update of a model of that size adds to the counters of [`~mu_grpo_trl.telemetry.Telemetry`]."""
         forwarded = self.plan.forwarded_tokens
         return {
             "updates": 1,
             "forwarded_tokens": forwarded,
             "padding_tokens": forwarded * self.plan.padding_share,
             "trained_tokens": self.trained_tokens,
+            "flops": 6.0 * num_parameters * forwarded,
             "responses": self.num_responses,
             "skipped_responses": self.num_skipped,
         }

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from mu_grpo_trl.rewards.answers import boxed_reward
 from mu_grpo_trl.rewards.math import MathReward, check_golds, extract_answer, gold_text, prepare_gold, verify
 
 POWER_TOWER = r"\boxed{\dfrac{5^{\left(5^{\left(5^{\left(5^5\right)}\right)}-4\right)}-5}{16}}"
@@ -367,3 +368,8 @@ def test_verifier_does_not_import_torch():
     code = "import sys, mu_grpo_trl.rewards.math as m; m.verify('x^2', r'\\boxed{x x}'); print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
+
+
+def test_the_format_reward_pays_for_an_answer_of_any_kind():
+    completions = [r"It is \boxed{7}.", "7", r"\boxed{}", r"\boxed{1} or \boxed{2", [{"content": r"\boxed{x}"}]]
+    assert boxed_reward(completions) == [1.0, 0.0, 0.0, 0.0, 1.0]

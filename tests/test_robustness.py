@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import dataclasses
 import gc
 import json
 import logging
@@ -13,31 +16,38 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from accelerate.utils import DistributedType
+from aiohttp import web
 from helpers import PROMPTS, REPOSITORY, config_options, save_tiny_policy
 from processes import run_alone, run_ranks
 from pyarrow import parquet
 from transformers import AutoModelForCausalLM
 from workers.train_worker import RecordWeights
-from workers.training_run import make_trainer, train, whole_weights
+from workers.training_run import Poison, make_trainer, train, whole_weights
 
-from mu_grpo_trl import MuGRPOConfig, MuGRPOTrainer
+from mu_grpo_trl import MuGRPOConfig, preflight
 from mu_grpo_trl.checkpoints import check_optimizer_state
 from mu_grpo_trl.collapse import CollapseWatch
 from mu_grpo_trl.guards import LearningError
 from mu_grpo_trl.locks import LOCK_NAME, FolderInUseError, RunLock
-from mu_grpo_trl.losses import SUM_NAMES, LossInputs, nan_unless_finite
+from mu_grpo_trl.losses import SUM_NAMES, nan_unless_finite
+from mu_grpo_trl.rollout.vllm_server import ClientOptions, Server
 from mu_grpo_trl.signals import Interrupted, StopRequest
 from mu_grpo_trl.stage.reader import StageReader
-from mu_grpo_trl.stage.schema import StageError
+from mu_grpo_trl.stage.schema import GroupRollout, ResponseRow, StageError
+from mu_grpo_trl.stage.writer import StageWriter
 from mu_grpo_trl.trackers import open_wandb_run
 
 
@@ -71,6 +81,13 @@ def undisturbed(policy, tmp_path_factory) -> dict[str, torch.Tensor]:
 def assert_equal_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert one.keys() == other.keys()
     assert not [name for name in one if not torch.equal(one[name], other[name])]
+
+
+PLAIN_SGD = {"optim": "sgd", "learning_rate": 2.0, "weight_decay": 0.0, "max_grad_norm": 0.0}
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    return float(torch.stack([(one[name] - other[name]).norm() for name in other]).norm())
 
 
 def checkpoints(folder: Path) -> list[int]:
@@ -224,7 +241,7 @@ def test_the_second_sigint_stops_at_once(policy, tmp_path):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("place", "number", "saved"), [("step", 5, [4, 6]), ("generate", 2, [4])])
+@pytest.mark.parametrize(("place", "number", "saved"), [("step", 5, [4, 7]), ("generate", 2, [4])])
 def test_a_signal_to_one_rank_ends_all_at_the_same_update(place, number, saved, policy, tmp_path):
     spec = options(policy, tmp_path / "stopped")
     fault = {"kind": "terminate", "at": place, "number": number, "rank": 1}  # rank 1 generates one batch a stage
@@ -293,23 +310,6 @@ def test_a_reward_setting_changed_before_the_first_checkpoint_is_refused_by_name
 # Gradients and losses that are not finite
 
 
-class Poison:
-    """Makes a log-prob of the policy NaN in the first micro-batch of some updates."""
-
-    def __init__(self, trainer: MuGRPOTrainer, updates: set[int], rank: int = 0) -> None:
-        self._trainer, self._updates = trainer, updates
-        self._mine = trainer.accelerator.process_index == rank
-        self._loss_inputs = trainer._loss_inputs
-        trainer._loss_inputs = self
-
-    def __call__(self, model: Any, inputs: dict[str, torch.Tensor]) -> LossInputs:
-        made = self._loss_inputs(model, inputs)
-        first = self._trainer._update.microbatches[0]["input_ids"]
-        if self._mine and self._trainer.state.global_step in self._updates and torch.equal(inputs["input_ids"], first):
-            made.policy_logps[0, 0] *= math.nan
-        return made
-
-
 def test_a_loss_that_is_not_finite_stops_before_the_step_and_leaves_its_rows(policy, undisturbed, tmp_path):
     trainer = make_trainer(options(policy, tmp_path, save_steps=2))
     poison = Poison(trainer, {5})
@@ -360,6 +360,26 @@ def test_too_many_skips_in_a_row_stop_the_run(policy, tmp_path):
     Poison(trainer, {1, 5, 6, 7})
     with pytest.raises(LearningError, match="Update 7 .*number 3 in a row, more than `max_nonfinite_skips=2`"):
         trainer.train()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("zero3", [False, True])
+def test_a_nan_on_one_rank_skips_the_update_on_all(zero3, policy, tmp_path):
+    changes = {**PLAIN_SGD, "nonfinite": "skip", "max_steps": 4}
+    fault = {"kind": "poison", "number": 2, "rank": 1}
+    ended = run_ranks([options(policy, tmp_path / "two", **changes)] * 2, fault=fault, zero3=zero3)
+    assert [rank.exitcode for rank in ended] == [0, 0], ended[0].log[-3000:]
+    assert "Update 2 has a loss or gradient that is not finite" in ended[0].log
+    assert sorted(path.name for path in (tmp_path / "two/nonfinite").iterdir()) == [
+        "update-000002-rank-0.parquet",
+        "update-000002-rank-1.parquet",
+    ]
+    single = make_trainer(options(policy, tmp_path / "one", **changes))
+    Poison(single, {2})
+    single.train()
+    final, expected = torch.load(tmp_path / "two/final.pt"), whole_weights(single)
+    start = AutoModelForCausalLM.from_pretrained(policy).state_dict()
+    assert distance(final, expected) < 1e-3 * distance(expected, start)
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
@@ -444,25 +464,20 @@ def test_the_watch_can_be_turned_off(policy, tmp_path):
 # Other numbers of ranks
 
 
-PLAIN_SGD = {"optim": "sgd", "learning_rate": 2.0, "weight_decay": 0.0, "max_grad_norm": 0.0}
-
-
-def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    return float(torch.stack([(one[name] - other[name]).norm() for name in other]).norm())
-
-
 @pytest.mark.distributed
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 def test_a_run_goes_on_with_another_number_of_ranks(before, after, policy, tmp_path):
-    spec = options(policy, tmp_path / "changed", **PLAIN_SGD)
+    one_stage = {**PLAIN_SGD, "stage_updates": 8}  # sampled from the very weights that all runs start with
+    spec = options(policy, tmp_path / "changed", **one_stage)
     stop = {"kind": "terminate", "at": "begin", "number": 5}
     assert [ended.exitcode for ended in run_ranks([spec] * before, fault=stop)] == [143] * before
-    assert checkpoints(tmp_path / "changed") == [4, 6]
+    assert checkpoints(tmp_path / "changed") == [6]
     groups = [StageReader(path).manifest for path in sorted((tmp_path / "changed/stages").glob("stage-*"))]
     resumed = run_ranks([spec] * after, resume=True)
     assert [ended.exitcode for ended in resumed] == [0] * after, resumed[0].log[-3000:]
     final = torch.load(tmp_path / "changed/final.pt")
-    whole = whole_weights(train(options(policy, tmp_path / "whole", **PLAIN_SGD)))
+    run_ranks([options(policy, tmp_path / "whole", **one_stage)] * before)
+    whole = torch.load(tmp_path / "whole/final.pt")
     start = AutoModelForCausalLM.from_pretrained(policy).state_dict()
     assert distance(final, whole) < 1e-4 * distance(whole, start)
     for path in sorted((tmp_path / "whole/stages").glob("stage-*")):
@@ -591,3 +606,155 @@ def test_a_run_of_wandb_named_by_the_user_or_active_is_left_alone(tmp_path, monk
     (tmp_path / "stages/stage-000").mkdir(parents=True)  # a first stage that a kill left unfinished
     open_wandb_run(config, True, False)
     assert started == [(tmp_path / "wandb_run_id").read_text()] * 2
+
+
+# Security
+
+KEY = "sk-very-secret"
+TOKEN = "hf_very_secret"
+
+
+def test_managed_servers_listen_on_loopback_and_require_the_key_without_showing_it(tmp_path):
+    config = MuGRPOConfig(**config_options(tmp_path, rollout_engine="vllm", vllm_api_key=KEY))
+    (server,) = preflight._managed_servers(config, 64)
+    command = server.command(tmp_path)
+    assert command[command.index("--host") + 1] == "127.0.0.1"
+    assert server._options.env["VLLM_API_KEY"] == KEY
+    assert KEY not in " ".join(command) + repr(server._options)
+
+
+def test_the_key_in_the_environment_is_used_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    config = MuGRPOConfig(**config_options(tmp_path, rollout_engine="vllm"))
+    assert preflight._managed_servers(config, 64)[0]._options.env["VLLM_API_KEY"] == KEY
+    assert preflight._api_key(config) == KEY
+    assert config.vllm_api_key is None
+
+
+def test_a_server_gets_the_key_as_a_bearer_token():
+    seen = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append(request.headers.get("Authorization"))
+        return web.json_response({"data": []})
+
+    async def ask() -> None:
+        app = web.Application()
+        app.router.add_get("/v1/models", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        for key in (KEY, None):
+            server = Server(f"http://127.0.0.1:{runner.addresses[0][1]}", ClientOptions(8, 8, api_key=key))
+            await server.get_json("/v1/models")
+            await server.disconnect()
+        await runner.cleanup()
+
+    asyncio.run(ask())
+    assert seen == [f"Bearer {KEY}", None]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_sigterm_ends_a_managed_server_which_answers_only_with_the_key(vllm_python, tmp_path):
+    command = [
+        sys.executable, "-m", "mu_grpo_trl.train", "--config", "recipes/quickstart.yaml",
+        "--model_name_or_path", "mu_grpo_trl/lab/checkpoint", "--rollout_engine", "vllm", "--vllm_python", vllm_python,
+        "--output_dir", str(tmp_path),
+    ]  # fmt: skip
+    env = {**os.environ, "VLLM_API_KEY": KEY, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with (tmp_path / "log").open("w") as log:
+        run = subprocess.Popen(command, cwd=REPOSITORY, env=env, stdout=log, stderr=log)
+    try:
+        server = wait_for(lambda: serving(run.pid), 240)
+        port = server.cmdline()[server.cmdline().index("--port") + 1]
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=30)
+        run.terminate()
+        assert run.wait(60) == 143, (tmp_path / "log").read_text()[-3000:]
+        assert wait_for(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, 20)
+    finally:
+        run.kill()
+    assert not files_that_hold(tmp_path, KEY.encode())
+
+
+def serving(pid: int) -> psutil.Process | None:
+    """The vLLM server among the descendants of a process, once it answers."""
+    for process in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error, OSError):
+            command = process.cmdline()
+            if "vllm.entrypoints.openai.api_server" in command and "-I" not in command:
+                urllib.request.urlopen(f"http://127.0.0.1:{command[command.index('--port') + 1]}/health", timeout=5)
+                return process
+    return None
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        time.sleep(0.2)
+    raise TimeoutError
+
+
+def test_no_secret_is_in_any_file_or_log_of_a_run(policy, tmp_path, caplog, capfd):
+    spec = options(
+        policy,
+        tmp_path,
+        max_steps=2,
+        stage_updates=2,
+        save_steps=1,
+        vllm_api_key=KEY,
+        hub_token=TOKEN,
+        log_level="debug",
+    )
+    with caplog.at_level(logging.DEBUG):
+        trainer = make_trainer(spec)
+        trainer.train()
+        trainer.save_model(str(tmp_path))
+        trainer.create_model_card()
+    assert trainer.args.vllm_api_key == KEY
+    assert (tmp_path / "README.md").exists() and list(tmp_path.glob("checkpoint-*/training_args.bin"))
+    written = capfd.readouterr()
+    for secret in (KEY, TOKEN):
+        assert not files_that_hold(tmp_path, secret.encode())
+        assert secret not in caplog.text + written.out + written.err
+
+
+READ_WITH_AUDIT = """
+import sys
+from mu_grpo_trl import load_stage
+from mu_grpo_trl.stage.reader import StageReader
+opened = []
+sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+stage = StageReader(sys.argv[1], verify=True)
+[stage.response(group, 0) for group in stage.groups]
+load_stage(sys.argv[1])
+print([path for path in opened if "outside" in path])
+"""
+
+
+def test_no_field_of_a_manifest_is_used_as_a_path(policy, tmp_path):
+    train(options(policy, tmp_path / "run", max_steps=1, stage_updates=1))
+    source = StageReader(tmp_path / "run/stages/stage-000")
+    elsewhere = "../../outside"
+    manifest = dataclasses.replace(
+        source.manifest, dataset_hash=elsewhere, tokenizer_hash=elsewhere, engine=elsewhere, engine_version=elsewhere,
+        policy_hash=elsewhere, policy_version=elsewhere, run_id=elsewhere, reward_names=(elsewhere,),
+        scoring={"path": elsewhere}, sampling={**source.manifest.sampling, "stop": [elsewhere]}, status="filling",
+    )  # fmt: skip
+    writer = StageWriter.create(tmp_path / "stage", manifest)
+    for group in source.groups.tolist():
+        responses = [source.response(group, sample) for sample in range(4)]
+        rows = [
+            ResponseRow(response.completion_ids, response.behavior_logps, {elsewhere: 0.0}, 0.0, 0.0, "stop")
+            for response in responses
+        ]
+        prompt = manifest.prompt_indices[group]
+        writer.append([GroupRollout(group, prompt, responses[0].prompt_ids, elsewhere, rows)])
+    writer.complete()
+    command = [sys.executable, "-c", READ_WITH_AUDIT, str(tmp_path / "stage")]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
+    assert done.stdout.strip().splitlines()[-1:] == ["[]"], done.stderr[-2000:]

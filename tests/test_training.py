@@ -8,6 +8,7 @@ import json
 import logging
 import shutil
 import sys
+import time
 import types
 from concurrent.futures import Future
 from pathlib import Path
@@ -17,6 +18,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import transformers.modeling_utils
 from datasets import Dataset, IterableDataset
 from helpers import PROMPTS, config_options, make_tokenizer, save_tiny_policy
 from peft import LoraConfig
@@ -32,7 +34,7 @@ from mu_grpo_trl.report import completions as completion_report
 from mu_grpo_trl.rewards.functions import RewardError
 from mu_grpo_trl.stage.reader import StageReader
 from mu_grpo_trl.stage.schema import StageError, read_manifest
-from mu_grpo_trl.telemetry import KINDS
+from mu_grpo_trl.telemetry import KINDS, Telemetry, peak_flops
 
 LORA = {"r": 4, "lora_dropout": 0.05, "target_modules": ["q_proj", "v_proj"]}
 
@@ -638,6 +640,48 @@ def test_evaluation_is_trls_and_outside_the_total(policy, tmp_path):
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["evaluation_s"] > 0
     assert summary["total_s"] < trainer.telemetry.total_s() + 1e-6
+
+
+def test_the_kinds_of_time_add_up_to_the_wall_clock_of_training(policy, tmp_path):
+    trainer = make_trainer(long(policy, tmp_path))
+    start = time.perf_counter()
+    trainer.train()
+    elapsed = time.perf_counter() - start
+    assert sum(trainer.telemetry.seconds.values()) == pytest.approx(elapsed, rel=0.01, abs=0.05)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["total_s"] == pytest.approx(elapsed, rel=0.01, abs=0.05)
+    parts = sum(summary[f"{kind}_s"] for kind in KINDS if kind not in ("reward", "evaluation"))
+    assert parts == pytest.approx(summary["total_s"], rel=1e-9)  # T_rollout holds the reward's
+
+
+def test_mfu_is_what_the_forwarded_tokens_took_of_the_peak():
+    telemetry = Telemetry(peak_flops=1e12)
+    telemetry.restore({"seconds": {"optimize": 2.0}, "counts": {"flops": 5e11}})
+    assert telemetry.metrics()["mfu"] == pytest.approx(0.25)
+    assert "mfu" not in Telemetry().metrics()
+    assert peak_flops("NVIDIA H100 80GB HBM3") == peak_flops("NVIDIA H200") == 989e12
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_flops("Some Card 9") is None
+
+
+def test_gradient_checkpointing_is_honored_and_changes_no_weight(policy, tmp_path, monkeypatch):
+    recomputed = []
+    checkpoint = transformers.modeling_utils.checkpoint
+
+    def counted(*args, **kwargs):
+        recomputed.append(1)
+        return checkpoint(*args, **kwargs)
+
+    plain = make_trainer(short(policy, tmp_path / "plain"))
+    plain.train()
+    monkeypatch.setattr(transformers.modeling_utils, "checkpoint", counted)
+    saving = make_trainer(short(policy, tmp_path / "saving", gradient_checkpointing=True))
+    saving.train()
+    assert recomputed
+    weights = whole_weights(saving)
+    for name, weight in whole_weights(plain).items():
+        torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ The rule, the same in training and in evaluation:
 from __future__ import annotations
 
 import re
+from typing import Any
 
 MAX_ANSWER_CHARS = 4000  # a longer box is no answer
 
@@ -111,3 +112,9 @@ def extract_answer(text: str) -> str | None:
     """
     answers = extract_answers(text)
     return answers[-1] if answers else None
+
+
+def boxed_reward(completions: list[Any], **kwargs: Any) -> list[float]:
+    """1.0 where a response gives an answer, right or wrong, by the rule of this module, else 0.0: a format reward."""
+    texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
+    return [float(extract_answer(text) is not None) for text in texts]

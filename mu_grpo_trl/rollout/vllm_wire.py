@@ -7,15 +7,18 @@ and gives the sampled tokens' log-probs as a plain list of floats (`/inference/v
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from .engine import Completion, EngineError, FinishReason, GroupRequest, SamplingParams
 
+T = TypeVar("T")
+
 FLOOR_LOGP = -1000.0
 """vLLM writes −9999 for −inf; nothing at or below this is a measured log-prob."""
 
+_STRANGER = "Is it vLLM at this address?"
 _ROUNDING = 1e-3
 _NEUTRAL: dict[str, Any] = {
     "top_p": 1.0,
@@ -99,9 +102,9 @@ def parse_generation(
     """
     where = f"group {request.group}"
     answer = _loads(raw, where)
-    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-    if answer["model"] != model:
-        raise EngineError(f"{where}: asked model {model!r}, but {answer['model']!r} answered.")
+    choices = sorted(answer["choices"], key=lambda choice: _field(choice, "index", int, where))
+    if answer.get("model") != model:
+        raise EngineError(f"{where}: asked model {model!r}, but {answer.get('model')!r} answered.")
     if [choice["index"] for choice in choices] != list(range(sampling.num_generations)):
         raise EngineError(
             f"{where}: asked for {sampling.num_generations} responses, got those of index "
@@ -109,57 +112,82 @@ def parse_generation(
         )
     echoed = choices[0].get("prompt_token_ids")
     if echoed is not None and echoed != request.prompt_ids:
-        raise EngineError(f"{where}: the server read a prompt of {len(echoed)} other token ids than it was sent.")
+        raise EngineError(f"{where}: the server read other token ids than it was sent: {str(echoed)[:200]}.")
     return [_parse_choice(choice, request, sampling, vocab_size) for choice in choices]
 
 
 def parse_scores(raw: bytes, sequence: list[int]) -> np.ndarray:
     """Log-probs (float32 `(len − 1,)`, temperature 1) of tokens 1… of `sequence`, found by id; NaN where missing."""
-    rows = _loads(raw, "scoring")["choices"][0].get("prompt_logprobs")
-    if rows is None or len(rows) != len(sequence):
-        raise EngineError(f"Asked for {len(sequence)} prompt log-probs, got {None if rows is None else len(rows)}.")
-    entries = [(row or {}).get(str(token)) for row, token in zip(rows[1:], sequence[1:], strict=True)]
-    return _as_logps([None if entry is None else entry["logprob"] for entry in entries], "scoring")
+    where = "scoring"
+    rows = _loads(raw, where)["choices"][0].get("prompt_logprobs")
+    if not isinstance(rows, list) or len(rows) != len(sequence):
+        raise EngineError(f"Asked for {len(sequence)} prompt log-probs, got {str(rows)[:200]}.")
+    known = [_dict_or_none(row, where) or {} for row in rows[1:]]
+    entries = [_dict_or_none(row.get(str(token)), where) for row, token in zip(known, sequence[1:], strict=True)]
+    return _as_logps([None if entry is None else entry.get("logprob") for entry in entries], where)
 
 
 def parse_ranking(raw: bytes) -> dict[str, float]:
     """Log-prob by token (`"token_id:N"`) of the answer to [`ranking_body`]: the two likeliest and the sampled one."""
-    return _loads(raw, "log-prob check")["choices"][0]["logprobs"]["top_logprobs"][0]
+    where = "log-prob check"
+    logprobs = _field(_loads(raw, where)["choices"][0], "logprobs", dict, where)
+    first = next(iter(_field(logprobs, "top_logprobs", list, where)), None)
+    if not isinstance(first, dict) or len(first) < 2 or set(map(type, first.values())) != {float}:
+        raise EngineError(f"{where}: {str(first)[:200]} are no log-probs of two tokens. {_STRANGER}")
+    return first
 
 
 def _loads(raw: bytes, where: str) -> dict[str, Any]:
     try:
         answer = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UnusableAnswer(f"{where}: the answer is no JSON ({error}): {raw[:200]!r}") from error
     if not isinstance(answer, dict) or not answer.get("choices"):
         raise UnusableAnswer(f"{where}: the answer has no choices: {raw[:200]!r}")
+    if not isinstance(answer["choices"], list) or set(map(type, answer["choices"])) != {dict}:
+        raise EngineError(f"{where}: its choices are no list of objects: {raw[:200]!r}. {_STRANGER}")
     return answer
+
+
+def _field(holder: dict[str, Any], name: str, kind: type[T], where: str) -> T:
+    """`holder[name]`, which must be exactly of type `kind`."""
+    value = holder.get(name)
+    if type(value) is not kind:
+        raise EngineError(f"{where}: {name}={str(value)[:200]} in the answer is no {kind.__name__}. {_STRANGER}")
+    return value
+
+
+def _dict_or_none(value: Any, where: str) -> dict[str, Any] | None:
+    if value is not None and not isinstance(value, dict):
+        raise EngineError(f"{where}: {str(value)[:200]} in the answer is no object. {_STRANGER}")
+    return value
 
 
 def _parse_choice(
     choice: dict[str, Any], request: GroupRequest, sampling: SamplingParams, vocab_size: int
 ) -> Completion:
     where = f"group {request.group}, sample {choice['index']}"
-    if choice["finish_reason"] in (None, "abort", "error"):
-        raise UnusableAnswer(f"{where}: the server ended the response with finish_reason={choice['finish_reason']!r}.")
-    listed, logprobs = choice.get("token_ids"), choice.get("logprobs")
-    if listed is None or logprobs is None:
-        raise EngineError(f"{where}: no token ids or log-probs in the answer. Is it vLLM at this address?")
-    if len(listed) != len(logprobs["token_logprobs"]) or not listed:
+    if choice.get("finish_reason") in (None, "abort", "error"):
+        ended = choice.get("finish_reason")
+        raise UnusableAnswer(f"{where}: the server ended the response with finish_reason={ended!r}.")
+    if choice.get("token_ids") is None or choice.get("logprobs") is None:
+        raise EngineError(f"{where}: no token ids or log-probs in the answer. {_STRANGER}")
+    listed, logprobs = _field(choice, "token_ids", list, where), _field(choice, "logprobs", dict, where)
+    token_logprobs = _field(logprobs, "token_logprobs", list, where)
+    if len(listed) != len(token_logprobs) or not listed:
         raise EngineError(
-            f"{where}: {len(listed)} token ids but {len(logprobs['token_logprobs'])} log-probs; they must be as many, "
+            f"{where}: {len(listed)} token ids but {len(token_logprobs)} log-probs; they must be as many, "
             "and at least one."
         )
-    if logprobs["tokens"] != [f"token_id:{token}" for token in listed]:
+    if set(map(type, listed)) != {int} or logprobs.get("tokens") != [f"token_id:{token}" for token in listed]:
         raise EngineError(f"{where}: the log-probs belong to other tokens than the sampled ones.")
-    token_ids = np.array(listed, dtype=np.int32)
-    if token_ids.min() < 0 or token_ids.max() >= vocab_size:
+    if min(listed) < 0 or max(listed) >= vocab_size:
         raise EngineError(
-            f"{where}: token ids from {token_ids.min()} to {token_ids.max()} do not fit the trainer's vocabulary of "
+            f"{where}: token ids from {min(listed)} to {max(listed)} do not fit the trainer's vocabulary of "
             f"{vocab_size}. The server runs another model."
         )
-    logps = _as_logps(logprobs["token_logprobs"], where)
+    token_ids = np.array(listed, dtype=np.int32)
+    logps = _as_logps(token_logprobs, where)
     if np.isnan(logps).all():
         raise EngineError(
             f"{where}: none of {len(logps)} tokens has a usable log-prob, so the engine's logits are garbage. Check "
@@ -168,9 +196,16 @@ def _parse_choice(
     return Completion(token_ids, logps, _finish_reason(choice, token_ids, request, sampling, where))
 
 
-def _as_logps(values: list[float | None], where: str) -> np.ndarray:
-    logps = np.array(values, dtype=np.float32)
-    with np.errstate(invalid="ignore"):
+def _as_logps(values: list[Any], where: str) -> np.ndarray:
+    strange = set(map(type, values)) - {float, int, type(None)}
+    if strange:
+        names = sorted(kind.__name__ for kind in strange)
+        raise EngineError(f"{where}: log-probs of type {', '.join(names)} instead of numbers. {_STRANGER}")
+    with np.errstate(invalid="ignore", over="ignore"):
+        try:
+            logps = np.array(values, dtype=np.float32)
+        except OverflowError as error:
+            raise EngineError(f"{where}: a log-prob is beyond all numbers ({error}). {_STRANGER}") from error
         if (logps > _ROUNDING).any():
             raise EngineError(
                 f"{where}: a log-prob of {np.nanmax(logps):.4g} is above 0: the server gives logits. Start it with "

@@ -180,7 +180,7 @@ class Manifest:
                 f"prompts_per_update {self.prompts_per_update} = {expected}. Give one dataset row per group."
             )
         names = self.reward_names
-        if not names or len(set(names)) != len(names) or not all(isinstance(name, str) and name for name in names):
+        if not names or not all(isinstance(name, str) and name for name in names) or len(set(names)) != len(names):
             raise StageError(f"manifest reward_names={names!r} must be one or more distinct, non-empty strings.")
 
     @property
@@ -223,7 +223,9 @@ class Manifest:
         """
         try:
             values = json.loads(text, parse_constant=_refuse_constant)
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except StageError:
+            raise
+        except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or a number or nesting beyond all bounds
             raise ManifestLostError(f"manifest is not JSON ({error}); it was truncated or edited.") from error
         if not isinstance(values, dict):
             raise StageError(f"manifest holds a {type(values).__name__}, not an object; it was replaced or edited.")
@@ -235,7 +237,12 @@ class Manifest:
                 f"manifest lacks {sorted(lacking)} and has unknown {sorted(unknown)}; "
                 "it was edited, or another program wrote it."
             )
-        return cls(**values)
+        manifest = cls(**values)
+        try:
+            manifest.to_json().encode()
+        except UnicodeEncodeError as error:
+            raise StageError(f"manifest holds text that is not Unicode ({error}); it was edited.") from error
+        return manifest
 
 
 def read_manifest(path: str | Path) -> Manifest:
