@@ -101,8 +101,9 @@ def _edit_manifest(output: Path) -> None:
 
 def _leave_temporary_files(output: Path) -> None:
     stage = output / "stages/stage-001"
-    for path in (stage / "groups/r0-000007-00.arrow.tmp", stage / "manifest.json.tmp", stage / "policy.tmp"):
-        path.write_bytes(b"half")
+    (stage / "policy.tmp").mkdir()
+    for name in ("groups/r0-000007-00.arrow.tmp", "manifest.json.tmp", "policy.tmp/part-0"):
+        (stage / name).write_bytes(b"half")
 
 
 def _lose_policy(output: Path) -> None:

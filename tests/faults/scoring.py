@@ -85,7 +85,7 @@ def _raises(rewards: list[float]) -> None:
 def _eats_memory(rewards: list[float]) -> None:
     eaten = []
     while True:
-        eaten.append(bytearray(1 << 28))
+        eaten.append(bytes(1 << 28))  # address space only, which is what is limited
 
 
 def _floods(rewards: list[float]) -> list[float]:
