@@ -208,7 +208,7 @@ class MuGRPOTrainer(PushesWithoutStages, WholeCheckpoints, GRPOTrainer):
         return total
 
     def _get_grad_norm(self, model, grad_norm=None):
-        norm = super()._get_grad_norm(model, grad_norm)
+        norm: Any = super()._get_grad_norm(model, grad_norm)
         judged = float(norm) if self._update.plan.forwarded_tokens else 0.0  # DeepSpeed's would be the one before
         if self.guard.accepts(self.state.global_step, judged, self._reduced.tolist(), model, self._save_update):
             self._logged_sums += self._reduced[: len(SUM_NAMES)]

@@ -657,11 +657,12 @@ def test_a_server_gets_the_key_as_a_bearer_token():
 
 @pytest.mark.vllm
 @pytest.mark.slow
+@pytest.mark.timeout(420)
 def test_sigterm_ends_a_managed_server_which_answers_only_with_the_key(vllm_python, tmp_path):
     command = [
         sys.executable, "-m", "mu_grpo_trl.train", "--config", "recipes/quickstart.yaml",
         "--model_name_or_path", "mu_grpo_trl/lab/checkpoint", "--rollout_engine", "vllm", "--vllm_python", vllm_python,
-        "--output_dir", str(tmp_path),
+        "--vllm_server_args=--enforce-eager", "--output_dir", str(tmp_path),
     ]  # fmt: skip
     env = {**os.environ, "VLLM_API_KEY": KEY, "VLLM_CPU_KVCACHE_SPACE": "1"}
     with (tmp_path / "log").open("w") as log:
