@@ -16,6 +16,7 @@ import json
 import os
 import signal
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -209,7 +210,12 @@ def child(run: Run) -> None:
     _watch_places(journal)
     _note_work(journal)
     train.make_trainer = functools.partial(_make_trainer, run, journal)
-    train.main(["--config", run.recipe, "--resume", "auto"])
+    try:
+        train.main(["--config", run.recipe, "--resume", "auto"])
+    except KeyboardInterrupt:  # ends a program by the signal itself, but not a child of `multiprocessing`
+        traceback.print_exc()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     journal.note(at="end", time=time.time())
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
