@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from .ranks import broadcast_string
+from .stage.schema import StageError
 
 MAX_SHARD_BYTES = 4 * 2**30
 
@@ -170,7 +171,7 @@ def publish(accelerator: Accelerator, model: nn.Module, tokenizer: Any, folder: 
         `str`: hash of all weights (names, dtypes, shapes, bits), the same on every rank.
 
     Raises:
-        `OSError`: the main process could not write (also on the other ranks).
+        `StageError`: the main process could not write (also on the other ranks).
     """
     writer = _PolicyWriter(folder, tied_lm_head(model) if untie else None) if accelerator.is_main_process else None
     for name, tensor in merged_weights(model, is_zero3(accelerator)):
@@ -181,7 +182,7 @@ def publish(accelerator: Accelerator, model: nn.Module, tokenizer: Any, folder: 
     outcome = broadcast_string(accelerator, json.dumps(writer.outcome if writer is not None else None))
     policy_hash, error = json.loads(outcome)
     if error is not None:
-        raise OSError(
+        raise StageError(
             f"The policy could not be written to {folder}: {error}. Make room there, or move `stage_dir`; what is on "
             "the disk is safe."
         ) from (writer.error if writer is not None else None)

@@ -7,6 +7,7 @@ import inspect
 import os
 import tempfile
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from .rewards.math import MathReward
 from .rollout.vllm_client import ClientOptions, VLLMEngine
 from .rollout.vllm_process import ManagedServer, ServerOptions, device_sets
 from .schedule import Schedule
-from .stage.schema import MANIFEST_NAME, read_manifest
+from .stage.schema import MANIFEST_NAME, ManifestLostError, read_manifest
 from .telemetry import peak_flops
 
 _REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
@@ -94,7 +95,8 @@ def _check_folders(config: MuGRPOConfig) -> None:
                 f"Nothing can be written to {str(folder)!r} ({error.strerror or error}). Choose another `{name}`."
             ) from error
     for manifest in sorted(config.stages_path.glob(f"stage-*/{MANIFEST_NAME}")):
-        read_manifest(manifest.parent)
+        with suppress(ManifestLostError):  # one that was cut is written again
+            read_manifest(manifest.parent)
 
 
 def check_rewards(reward_funcs: Any, columns: Collection[str]) -> None:

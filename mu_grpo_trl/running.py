@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator, PartialState
 
-from .callbacks import check_optimizer_state
+from .checkpoints import check_optimizer_state
 from .config import MuGRPOConfig
 from .locks import FolderInUseError, RunLock
 from .ranks import broadcast_string
@@ -59,7 +59,7 @@ def running(
 
     Raises:
         `FolderInUseError`: on all ranks, when another process works in the folders.
-        `ValueError`: the optimizer of `checkpoint` is none for this run.
+        `CheckpointError`: the optimizer of `checkpoint` is none for this run.
     """
     lock_folders(config, lock)
     try:
@@ -87,7 +87,10 @@ def _load_onto_numbered_cpus() -> None:
 def ended_with_peers(accelerator: Accelerator, folder: Path) -> Iterator[None]:
     """
     Inside the block, end this process `PEER_GRACE_S` after another rank left it with an exception, also when this one
-    waits for that rank in a collective. `folder` is shared by all ranks. Collective.
+    waits for that rank in a collective, and log the other's error. `folder` is shared by all ranks. Collective.
+
+    Raises:
+        `Interrupted`: in place of what went wrong here, when another rank was ended by a signal before.
     """
     if accelerator.num_processes == 1:
         yield
@@ -100,6 +103,10 @@ def ended_with_peers(accelerator: Accelerator, folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        try:
+            meeting.check()  # a lost connection is only what another rank's failure looks like from here
+        except PeerError as first:
+            logger.error("%s", first)
         meeting.tell(error)
         raise
     finally:

@@ -23,7 +23,7 @@ import yaml
 from datasets import Dataset
 from trl import ModelConfig, TrlParser, get_peft_config
 
-from .callbacks import last_whole_checkpoint
+from .checkpoints import CheckpointError, last_whole_checkpoint
 from .config import TAKES_BOOL_TOO, MuGRPOConfig
 from .data import PAPER_PROMPT, load_prompts
 from .guards import LearningError
@@ -281,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         script, config, model = parse(sys.argv[1:] if argv is None else argv)
         resume = resume_point(script, config)
         trainer = make_trainer(script, config, model)
-    with message_only(EngineError, FolderInUseError, LearningError, RewardError, StageError):
+    with message_only(CheckpointError, EngineError, FolderInUseError, LearningError, RewardError, StageError):
         trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(config.output_dir)
     if config.push_to_hub:

@@ -17,7 +17,8 @@ from trl.trainer.utils import get_config_model_id
 
 from . import preflight
 from .anchors import AnchorStore, recompute_anchors
-from .callbacks import StageCallback, last_whole_checkpoint
+from .callbacks import StageCallback
+from .checkpoints import WholeCheckpoints, last_whole_checkpoint
 from .config import MuGRPOConfig
 from .guards import UpdateGuard, save_update
 from .hub import PushesWithoutStages
@@ -35,7 +36,7 @@ from .telemetry import Telemetry, write_summary
 from .update import BatchOptions, StageBatches, UpdateBatch, check_first_ratios, m2po_update_clip, make_objective
 
 
-class MuGRPOTrainer(PushesWithoutStages, GRPOTrainer):
+class MuGRPOTrainer(PushesWithoutStages, WholeCheckpoints, GRPOTrainer):
     """
     Trains by μ-GRPO: freeze the policy as β, generate a whole stage of rollouts with it, then take `stage_updates`
     optimizer updates on that static data.
@@ -50,7 +51,7 @@ class MuGRPOTrainer(PushesWithoutStages, GRPOTrainer):
     - `compute_loss`, `_prepare_inputs`: the objective of [`mu_grpo_trl.losses`] in training; TRL's in evaluation.
     - `_get_grad_norm`: where the guard judges the update, before its step.
     - `log`: adds the diagnostics (ratios of sums reduced over ranks) and the timers.
-    - `train`, `evaluate`, `_save_checkpoint`, `_save_rng_state`: timers, resume, and `summary.json` at the end.
+    - `train`, `evaluate`: timers, resume, and `summary.json` at the end.
     - `floating_point_ops`: from the tokens really forwarded.
 
     Example:
@@ -207,7 +208,7 @@ class MuGRPOTrainer(PushesWithoutStages, GRPOTrainer):
         return total
 
     def _get_grad_norm(self, model, grad_norm=None):
-        norm = super()._get_grad_norm(model, grad_norm)
+        norm: Any = super()._get_grad_norm(model, grad_norm)
         judged = float(norm) if self._update.plan.forwarded_tokens else 0.0  # DeepSpeed's would be the one before
         if self.guard.accepts(self.state.global_step, judged, self._reduced.tolist(), model, self._save_update):
             self._logged_sums += self._reduced[: len(SUM_NAMES)]
@@ -353,14 +354,6 @@ class MuGRPOTrainer(PushesWithoutStages, GRPOTrainer):
     def evaluate(self, *args, **kwargs):
         with self.telemetry.interval("evaluation"):
             return super().evaluate(*args, **kwargs)
-
-    def _save_checkpoint(self, model, trial) -> None:
-        with self.telemetry.interval("checkpoint"):
-            super()._save_checkpoint(model, trial)
-
-    def _save_rng_state(self, output_dir) -> None:
-        super()._save_rng_state(output_dir)
-        self.accelerator.wait_for_everyone()  # what is written next, `trainer_state.json`, says that all is there
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
         """

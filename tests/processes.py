@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from helpers import REPOSITORY, free_port
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["workers.training_run"])
+_CONTEXT.set_forkserver_preload(["workers.training_run", "faults.worker"])
 
 ZERO3 = {
     "ACCELERATE_USE_DEEPSPEED": "true",
@@ -33,6 +34,29 @@ class Ended:
     log: str
 
 
+def start_process(target: Callable[..., None], *arguments: Any) -> multiprocessing.process.BaseProcess:
+    """`target` (importable by its module) in a child of the fork server."""
+    paths = [str(REPOSITORY), str(REPOSITORY / "tests")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # of the fork server, which starts with the first process
+    process = _CONTEXT.Process(target=target, args=arguments, daemon=True)
+    process.start()
+    return process
+
+
+def rank_environments(num_ranks: int, zero3: bool = False) -> list[dict[str, str]]:
+    """What a launcher would tell each rank; nothing for a single one without ZeRO-3."""
+    shared = {
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "ACCELERATE_MIXED_PRECISION": "no",
+        **(ZERO3 if zero3 else {"ACCELERATE_USE_CPU": "true"}),
+    }
+    ranks = range(num_ranks) if num_ranks > 1 else ()
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in ranks] or [{}]
+
+
 def run_ranks(
     specs: list[dict[str, Any]],
     *,
@@ -44,26 +68,12 @@ def run_ranks(
     """One process a spec, together one distributed run if there are several; waits until all have ended."""
     from workers import training_run
 
-    paths = [str(REPOSITORY), str(REPOSITORY / "tests")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # of the fork server, which starts with the first process
-    shared = {
-        "WORLD_SIZE": str(len(specs)),
-        "LOCAL_WORLD_SIZE": str(len(specs)),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "ACCELERATE_MIXED_PRECISION": "no",
-        **(ZERO3 if zero3 else {"ACCELERATE_USE_CPU": "true"}),
-    }
     processes, logs = [], []
-    for rank, spec in enumerate(specs):
-        env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} if len(specs) > 1 else {}
-        folder = Path(spec["output_dir"])
+    for rank, env in enumerate(rank_environments(len(specs), zero3)):
+        folder = Path(specs[rank]["output_dir"])
         folder.mkdir(parents=True, exist_ok=True)
         logs.append(folder / f"rank{rank}.log")
-        arguments = (env, str(logs[-1]), spec, resume, fault)
-        processes.append(_CONTEXT.Process(target=training_run.child, args=arguments, daemon=True))
-    for process in processes:
-        process.start()
+        processes.append(start_process(training_run.child, env, str(logs[-1]), specs[rank], resume, fault))
     ended_s: dict[int, float] = {}
     deadline = time.monotonic() + timeout_s
     while len(ended_s) < len(processes):

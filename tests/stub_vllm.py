@@ -1,6 +1,7 @@
 """A small server that answers like vLLM's OpenAI server (formats copied from vLLM 0.31), and can be told to misbehave.
 
-Its language model is a table of logits by last token, drawn from the seed in the policy folder's `weights.json`.
+Its language model is a table of logits by last token: drawn from the seed in the policy folder's `weights.json`, or
+that of a saved Qwen2 without layers. What it samples depends on prompt and weights alone.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from aiohttp import web
+from safetensors.numpy import load_file
 
 VOCAB_SIZE = 48
 EOS = 0
@@ -36,8 +39,19 @@ def reference_logps(folder: Path, sequence: list[int], temperature: float = 1.0)
 
 
 def _table(folder: Path) -> np.ndarray:
+    if not (folder / "weights.json").exists():
+        return _bigram_table(folder)
     seed = json.loads((folder / "weights.json").read_text())["seed"]
     return np.random.default_rng(seed).normal(size=(VOCAB_SIZE, VOCAB_SIZE))
+
+
+def _bigram_table(folder: Path) -> np.ndarray:
+    """Logits by last token of a saved Qwen2 without layers."""
+    tensors = load_file(folder / "model.safetensors")
+    hidden = tensors["model.embed_tokens.weight"].astype(np.float64)
+    epsilon = json.loads((folder / "config.json").read_text())["rms_norm_eps"]
+    hidden /= np.sqrt(np.square(hidden).mean(-1, keepdims=True) + epsilon)
+    return (hidden * tensors["model.norm.weight"]) @ tensors["lm_head.weight"].T
 
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -134,7 +148,7 @@ class StubVLLM:
         body = await request.json()
         self.calls.append(body["method"])
         folder = Path(body["kwargs"]["weights_path"])
-        if not (folder / "weights.json").exists():
+        if not any((folder / name).exists() for name in ("weights.json", "model.safetensors")):
             return _error(500, f"Call to collective_rpc method failed: no weights in '{folder}'")
         if not self.reload_does_nothing:
             self._weights = _table(folder)
@@ -169,6 +183,9 @@ class StubVLLM:
             await self._stopping.wait()
         elif fault == "crash":
             os._exit(3)
+        elif fault == "out of memory":
+            print("torch.OutOfMemoryError: out of memory", flush=True)
+            os._exit(1)
         elif fault == "freeze":
             os.kill(os.getpid(), signal.SIGSTOP)
         elif fault == "html":
@@ -191,7 +208,7 @@ class StubVLLM:
         while len(token_ids) < body["max_tokens"]:
             rows.append(self._reported(last, body["temperature"]))
             probabilities = np.exp(_log_softmax(self._weights[last] / body["temperature"]))
-            last = int(rng.choice(VOCAB_SIZE, p=probabilities / probabilities.sum()))
+            last = int(rng.choice(len(probabilities), p=probabilities / probabilities.sum()))
             token_ids.append(last)
             if last in body.get("stop_token_ids", ()) and not self.ignores_stop_ids:
                 reason, detail = "stop", last
@@ -255,6 +272,10 @@ def main() -> None:
     options, _ = parser.parse_known_args()
     if os.environ.get("STUB_FAILS_TO_START"):
         raise SystemExit(f"ValueError: {os.environ['STUB_FAILS_TO_START']}")
+    if os.environ.get("STUB_LOSES_ITS_PORT") and not (options.model / "port-lost").exists():
+        (options.model / "port-lost").touch()
+        taken = socket.create_server(("127.0.0.1", options.port))  # until this process ends, which is soon
+        print(f"port of {taken.getsockname()} taken", flush=True)
     stub = StubVLLM(options.model)
     fault, marker = os.environ.get("STUB_FAULT"), options.model / "fault-happened"
     repeats = bool(os.environ.get("STUB_FAULT_REPEATS"))

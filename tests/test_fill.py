@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -241,6 +243,18 @@ def test_a_rank_that_falls_silent_is_given_up(tmp_path):
         pass
     with pytest.raises(PeerError, match="Rank 1 gave no sign of life"):
         meeting.wait()
+
+
+def test_a_rank_whose_process_was_killed_is_given_up_at_once(tmp_path):
+    script = "import sys, time; from pathlib import Path; from mu_grpo_trl.rollout.rendezvous import Rendezvous\n"
+    script += "meeting = Rendezvous(Path(sys.argv[1]), 1, 2); print(flush=True); time.sleep(60)"
+    meeting = Rendezvous(tmp_path, 0, 2)
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"\n"
+        meeting.check()
+        other.kill()
+    with meeting.work(), pytest.raises(PeerError, match=f"Rank 1 is gone: its process {other.pid} was killed"):
+        meeting.check()
 
 
 def test_a_rank_that_works_for_long_gives_signs_of_life(tmp_path, monkeypatch):

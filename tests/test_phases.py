@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from mu_grpo_trl import phases
 from mu_grpo_trl.phases import check_publishable, merged_weights, publish, tied_lm_head
 from mu_grpo_trl.ranks import check_shared_folder
+from mu_grpo_trl.stage.schema import StageError
 
 TOKENIZER = make_tokenizer()
 
@@ -221,7 +222,7 @@ def test_a_full_disk_is_one_error_and_leaves_the_last_policy(accelerator, tmp_pa
     monkeypatch.setattr(phases, "save_file", full)
     with torch.no_grad():
         model.lm_head.weight.add_(1)
-    with pytest.raises(OSError, match="could not be written.*No space left on device.*Make room"):
+    with pytest.raises(StageError, match="could not be written.*No space left on device.*Make room"):
         publish(accelerator, model, TOKENIZER, tmp_path / "policy", untie=False)
     assert bits(reloaded(tmp_path / "policy")) == before
 

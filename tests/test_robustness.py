@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import gc
 import json
@@ -15,12 +16,16 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from accelerate.utils import DistributedType
@@ -30,14 +35,14 @@ from processes import run_alone, run_ranks
 from pyarrow import parquet
 from transformers import AutoModelForCausalLM
 from workers.train_worker import RecordWeights
-from workers.training_run import make_trainer, train, whole_weights
+from workers.training_run import Poison, make_trainer, train, whole_weights
 
-from mu_grpo_trl import MuGRPOConfig, MuGRPOTrainer, preflight
-from mu_grpo_trl.callbacks import check_optimizer_state
+from mu_grpo_trl import MuGRPOConfig, preflight
+from mu_grpo_trl.checkpoints import check_optimizer_state
 from mu_grpo_trl.collapse import CollapseWatch
 from mu_grpo_trl.guards import LearningError
 from mu_grpo_trl.locks import LOCK_NAME, FolderInUseError, RunLock
-from mu_grpo_trl.losses import SUM_NAMES, LossInputs, nan_unless_finite
+from mu_grpo_trl.losses import SUM_NAMES, nan_unless_finite
 from mu_grpo_trl.rollout.vllm_server import ClientOptions, Server
 from mu_grpo_trl.signals import Interrupted, StopRequest
 from mu_grpo_trl.stage.reader import StageReader
@@ -76,6 +81,13 @@ def undisturbed(policy, tmp_path_factory) -> dict[str, torch.Tensor]:
 def assert_equal_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert one.keys() == other.keys()
     assert not [name for name in one if not torch.equal(one[name], other[name])]
+
+
+PLAIN_SGD = {"optim": "sgd", "learning_rate": 2.0, "weight_decay": 0.0, "max_grad_norm": 0.0}
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    return float(torch.stack([(one[name] - other[name]).norm() for name in other]).norm())
 
 
 def checkpoints(folder: Path) -> list[int]:
@@ -298,23 +310,6 @@ def test_a_reward_setting_changed_before_the_first_checkpoint_is_refused_by_name
 # Gradients and losses that are not finite
 
 
-class Poison:
-    """Makes a log-prob of the policy NaN in the first micro-batch of some updates."""
-
-    def __init__(self, trainer: MuGRPOTrainer, updates: set[int], rank: int = 0) -> None:
-        self._trainer, self._updates = trainer, updates
-        self._mine = trainer.accelerator.process_index == rank
-        self._loss_inputs = trainer._loss_inputs
-        trainer._loss_inputs = self
-
-    def __call__(self, model: Any, inputs: dict[str, torch.Tensor]) -> LossInputs:
-        made = self._loss_inputs(model, inputs)
-        first = self._trainer._update.microbatches[0]["input_ids"]
-        if self._mine and self._trainer.state.global_step in self._updates and torch.equal(inputs["input_ids"], first):
-            made.policy_logps[0, 0] *= math.nan
-        return made
-
-
 def test_a_loss_that_is_not_finite_stops_before_the_step_and_leaves_its_rows(policy, undisturbed, tmp_path):
     trainer = make_trainer(options(policy, tmp_path, save_steps=2))
     poison = Poison(trainer, {5})
@@ -365,6 +360,26 @@ def test_too_many_skips_in_a_row_stop_the_run(policy, tmp_path):
     Poison(trainer, {1, 5, 6, 7})
     with pytest.raises(LearningError, match="Update 7 .*number 3 in a row, more than `max_nonfinite_skips=2`"):
         trainer.train()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("zero3", [False, True])
+def test_a_nan_on_one_rank_skips_the_update_on_all(zero3, policy, tmp_path):
+    changes = {**PLAIN_SGD, "nonfinite": "skip", "max_steps": 4}
+    fault = {"kind": "poison", "number": 2, "rank": 1}
+    ended = run_ranks([options(policy, tmp_path / "two", **changes)] * 2, fault=fault, zero3=zero3)
+    assert [rank.exitcode for rank in ended] == [0, 0], ended[0].log[-3000:]
+    assert "Update 2 has a loss or gradient that is not finite" in ended[0].log
+    assert sorted(path.name for path in (tmp_path / "two/nonfinite").iterdir()) == [
+        "update-000002-rank-0.parquet",
+        "update-000002-rank-1.parquet",
+    ]
+    single = make_trainer(options(policy, tmp_path / "one", **changes))
+    Poison(single, {2})
+    single.train()
+    final, expected = torch.load(tmp_path / "two/final.pt"), whole_weights(single)
+    start = AutoModelForCausalLM.from_pretrained(policy).state_dict()
+    assert distance(final, expected) < 1e-3 * distance(expected, start)
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
@@ -449,25 +464,20 @@ def test_the_watch_can_be_turned_off(policy, tmp_path):
 # Other numbers of ranks
 
 
-PLAIN_SGD = {"optim": "sgd", "learning_rate": 2.0, "weight_decay": 0.0, "max_grad_norm": 0.0}
-
-
-def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    return float(torch.stack([(one[name] - other[name]).norm() for name in other]).norm())
-
-
 @pytest.mark.distributed
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 def test_a_run_goes_on_with_another_number_of_ranks(before, after, policy, tmp_path):
-    spec = options(policy, tmp_path / "changed", **PLAIN_SGD)
+    one_stage = {**PLAIN_SGD, "stage_updates": 8}  # sampled from the very weights that all runs start with
+    spec = options(policy, tmp_path / "changed", **one_stage)
     stop = {"kind": "terminate", "at": "begin", "number": 5}
     assert [ended.exitcode for ended in run_ranks([spec] * before, fault=stop)] == [143] * before
-    assert checkpoints(tmp_path / "changed") == [4, 6]
+    assert checkpoints(tmp_path / "changed") == [6]
     groups = [StageReader(path).manifest for path in sorted((tmp_path / "changed/stages").glob("stage-*"))]
     resumed = run_ranks([spec] * after, resume=True)
     assert [ended.exitcode for ended in resumed] == [0] * after, resumed[0].log[-3000:]
     final = torch.load(tmp_path / "changed/final.pt")
-    whole = whole_weights(train(options(policy, tmp_path / "whole", **PLAIN_SGD)))
+    run_ranks([options(policy, tmp_path / "whole", **one_stage)] * before)
+    whole = torch.load(tmp_path / "whole/final.pt")
     start = AutoModelForCausalLM.from_pretrained(policy).state_dict()
     assert distance(final, whole) < 1e-4 * distance(whole, start)
     for path in sorted((tmp_path / "whole/stages").glob("stage-*")):
@@ -643,6 +653,51 @@ def test_a_server_gets_the_key_as_a_bearer_token():
 
     asyncio.run(ask())
     assert seen == [f"Bearer {KEY}", None]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_sigterm_ends_a_managed_server_which_answers_only_with_the_key(vllm_python, tmp_path):
+    command = [
+        sys.executable, "-m", "mu_grpo_trl.train", "--config", "recipes/quickstart.yaml",
+        "--model_name_or_path", "mu_grpo_trl/lab/checkpoint", "--rollout_engine", "vllm", "--vllm_python", vllm_python,
+        "--vllm_server_args=--enforce-eager", "--output_dir", str(tmp_path),
+    ]  # fmt: skip
+    env = {**os.environ, "VLLM_API_KEY": KEY, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with (tmp_path / "log").open("w") as log:
+        run = subprocess.Popen(command, cwd=REPOSITORY, env=env, stdout=log, stderr=log)
+    try:
+        server = wait_for(lambda: serving(run.pid), 240)
+        port = server.cmdline()[server.cmdline().index("--port") + 1]
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=30)
+        run.terminate()
+        assert run.wait(60) == 143, (tmp_path / "log").read_text()[-3000:]
+        assert wait_for(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, 20)
+    finally:
+        run.kill()
+    assert not files_that_hold(tmp_path, KEY.encode())
+
+
+def serving(pid: int) -> psutil.Process | None:
+    """The vLLM server among the descendants of a process, once it answers."""
+    for process in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error, OSError):
+            command = process.cmdline()
+            if "vllm.entrypoints.openai.api_server" in command and "-I" not in command:
+                urllib.request.urlopen(f"http://127.0.0.1:{command[command.index('--port') + 1]}/health", timeout=5)
+                return process
+    return None
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        time.sleep(0.2)
+    raise TimeoutError
 
 
 def test_no_secret_is_in_any_file_or_log_of_a_run(policy, tmp_path, caplog, capfd):

@@ -223,7 +223,7 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over_with_one_line(policy, und
     (tmp_path / "checkpoint-10" / "trainer_state.json").unlink()
     state = tmp_path / "checkpoint-8" / "trainer_state.json"
     state.write_text(state.read_text()[:-50])
-    with caplog.at_level(logging.WARNING, "mu_grpo_trl.callbacks"):
+    with caplog.at_level(logging.WARNING, "mu_grpo_trl.checkpoints"):
         resumed = train(long(policy, tmp_path), resume=True)
     assert [record.args[0].args[0].split(" ")[0][-13:] for record in caplog.records] == [
         "checkpoint-10",

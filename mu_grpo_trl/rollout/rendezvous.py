@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import shutil
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..signals import Interrupted
+
+logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 HEARTBEAT_S = 5.0
@@ -23,6 +28,34 @@ INTERRUPTED = "Interrupted by signal "
 
 class PeerError(RuntimeError):
     """Another rank failed, or fell silent; the message is that rank's."""
+
+
+@dataclass(frozen=True)
+class _Process:
+    """A process by its id, and by the boot and PID namespace in which that id means something (empty: unknown)."""
+
+    pid: int
+    space: str
+
+    @classmethod
+    def this(cls) -> _Process:
+        try:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            return cls(os.getpid(), f"{boot} {os.readlink('/proc/self/ns/pid')}")
+        except OSError:
+            return cls(os.getpid(), "")
+
+    def is_gone(self) -> bool:
+        """Whether it is one of this machine's, and has ended."""
+        if not self.space or self.space != self.this().space:
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            pass
+        return False
 
 
 class Rendezvous:
@@ -54,7 +87,10 @@ class Rendezvous:
         self._silence_s = silence_s
         self._purpose = purpose
         self._started = time.time()
+        self._processes: dict[int, _Process] = {}
         folder.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # without it, others notice a killed rank by its silence only
+            self._write("alive", json.dumps(asdict(_Process.this())))
 
     @contextmanager
     def work(self) -> Iterator[None]:
@@ -76,12 +112,17 @@ class Rendezvous:
     def check(self) -> None:
         """
         Raises:
-            `PeerError`: another rank has failed.
+            `PeerError`: another rank has failed, or its process is gone.
             `Interrupted`: another rank was ended by a signal.
         """
         for rank in range(self._num_ranks):
+            if rank == self._rank:
+                continue
+            gone = self._is_gone(rank)  # looked at first: what it wrote last is then there
             path = self._path("error", rank)
-            if rank == self._rank or not path.exists():
+            if not path.exists():
+                if gone and not self._path("done", rank).exists():
+                    raise PeerError(f"Rank {rank} is gone: its process {self._processes[rank].pid} was killed.")
                 continue
             text = path.read_text()
             if text.startswith(INTERRUPTED):
@@ -109,13 +150,25 @@ class Rendezvous:
             time.sleep(POLL_S)
 
     def tell(self, error: BaseException) -> None:
-        """Announce to the others that this rank leaves with `error`."""
+        """Announce to the others that this rank leaves with `error`; on a full disk they will miss its process."""
         interrupted = isinstance(error, Interrupted)
-        self._write("error", f"{INTERRUPTED}{error.signum}" if interrupted else f"{type(error).__name__}: {error}")
+        try:
+            self._write("error", f"{INTERRUPTED}{error.signum}" if interrupted else f"{type(error).__name__}: {error}")
+        except OSError as reason:
+            logger.warning("Other ranks cannot be told of the error on this one: %s", reason)
 
     def remove(self) -> None:
         """Delete the folder; call it after a barrier, on one rank."""
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _is_gone(self, rank: int) -> bool:
+        """Whether the process of a rank on this machine has ended; unknown processes count as there."""
+        if rank not in self._processes:
+            try:
+                self._processes[rank] = _Process(**json.loads(self._path("alive", rank).read_text()))
+            except (OSError, ValueError, TypeError):
+                return False
+        return self._processes[rank].is_gone()
 
     def _beat(self, ended: threading.Event) -> None:
         while not ended.wait(HEARTBEAT_S):

@@ -99,10 +99,10 @@ class Shard:
             )
         _check_arrays(path, self.batch)
         self.num_rows = self.batch.num_rows
-        self.prompt_offsets, self.prompt_ids = self._lists("prompt_ids", np.int32)
-        self.completion_offsets, self.completion_ids = self._lists("completion_ids", np.int32)
-        self.logp_offsets, self.behavior_logps = self._lists("behavior_logps", np.float32)
-        self.advantages = self._numbers("advantage", np.float32)
+        self.prompt_offsets, self.prompt_ids = self._lists("prompt_ids")
+        self.completion_offsets, self.completion_ids = self._lists("completion_ids")
+        self.logp_offsets, self.behavior_logps = self._lists("behavior_logps")
+        self.advantages = self._numbers("advantage")
 
     def groups(self, manifest: Manifest) -> np.ndarray:
         """The shard's groups in the order of its rows, int64 `(n,)`, after checking every row.
@@ -111,7 +111,7 @@ class Shard:
             StageError: the rows are not whole groups of the stage, or break the invariants on lengths.
         """
         size = manifest.num_generations
-        rows, samples = self._numbers("group", np.int64), self._numbers("sample", np.int32)
+        rows, samples = self._numbers("group"), self._numbers("sample")
         groups = rows[::size]
         if self.num_rows % size or np.any(samples != np.arange(self.num_rows) % size):
             raise StageError(f"{self.path}: its rows are not whole groups of {size} samples in order. {_REPAIR}")
@@ -127,14 +127,13 @@ class Shard:
             raise StageError(f"{self.path}: holds an empty prompt or response. {_REPAIR}")
         return groups
 
-    def _numbers(self, name: str, dtype: type[np.generic]) -> np.ndarray:
-        return np.frombuffer(self.batch.column(name).buffers()[1], dtype)[: self.num_rows]
+    def _numbers(self, name: str) -> np.ndarray:
+        return self.batch.column(name).to_numpy()
 
-    def _lists(self, name: str, dtype: type[np.generic]) -> tuple[np.ndarray, np.ndarray]:
+    def _lists(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Offsets int32 `(rows + 1,)` and values of a list column, without a copy."""
-        _, offsets, _, values = self.batch.column(name).buffers()
-        ends = np.frombuffer(offsets, np.int32)[: self.num_rows + 1]
-        return ends, np.frombuffer(values, dtype)[: ends[-1]]
+        column = self.batch.column(name)
+        return column.offsets.to_numpy(), column.values.to_numpy()
 
 
 class StageReader:

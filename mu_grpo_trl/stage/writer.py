@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -304,9 +305,13 @@ def _write_atomically(path: Path, data: bytes | pa.Buffer) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         if error.errno not in _NO_SPACE:
-            raise
+            raise StageError(
+                f"{path} cannot be written ({error.strerror}). Mend the file system, or move output_dir; what is "
+                "written is safe, and a restart continues from it."
+            ) from error
         free = shutil.disk_usage(path.parent).free
         raise StageError(
             f"{path.parent} is full: {len(memoryview(data))} bytes needed, {free} free. Make room or move "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ from transformers import TrainerCallback, set_seed
 from workers.train_worker import digit_share, skip_compiling_deepspeed_ops
 
 from mu_grpo_trl import MuGRPOConfig, MuGRPOTrainer, phases
+from mu_grpo_trl.losses import LossInputs
 from mu_grpo_trl.phases import is_zero3, merged_weights
 from mu_grpo_trl.rollout import fill
 from mu_grpo_trl.rollout.transformers_engine import TransformersEngine
@@ -73,6 +75,23 @@ class FaultAtUpdate(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         if self._event == "saved" and state.global_step == self._update:
             self._fault()
+
+
+class Poison:
+    """Makes a log-prob of the policy NaN in the first micro-batch of some updates."""
+
+    def __init__(self, trainer: MuGRPOTrainer, updates: set[int], rank: int = 0) -> None:
+        self._trainer, self._updates = trainer, updates
+        self._mine = trainer.accelerator.process_index == rank
+        self._loss_inputs = trainer._loss_inputs
+        trainer._loss_inputs = self
+
+    def __call__(self, model: Any, inputs: dict[str, torch.Tensor]) -> LossInputs:
+        made = self._loss_inputs(model, inputs)
+        first = self._trainer._update.microbatches[0]["input_ids"]
+        if self._mine and self._trainer.state.global_step in self._updates and torch.equal(inputs["input_ids"], first):
+            made.policy_logps[0, 0] *= math.nan
+        return made
 
 
 def die() -> None:
@@ -148,14 +167,15 @@ def whole_weights(trainer: MuGRPOTrainer) -> dict[str, torch.Tensor]:
 def train(spec: dict[str, Any], resume: Any = None, fault: dict[str, Any] | None = None) -> MuGRPOTrainer:
     """
     Train; `fault` is `{"kind": name in FAULTS, "at": place, "number": n, "rank": r}` with a place of generate, append,
-    complete, publish, checkpoint (calls counted from 1), begin, step, saved (updates), or reward.
+    complete, publish, checkpoint (calls counted from 1), begin, step, saved (updates), or reward. The kind
+    "poison" needs only an update and a rank: see [`Poison`].
     """
     os.makedirs(spec["output_dir"], exist_ok=True)
     rank = int(os.environ.get("RANK", 0))
     callbacks, at, reward = [], None, digit_share
     act = None
     if fault is not None and fault.get("rank", 0) == rank:
-        act, at, number = FAULTS[fault["kind"]], fault["at"], fault["number"]
+        act, at, number = FAULTS.get(fault["kind"]), fault.get("at"), fault["number"]
         if at in ("begin", "step", "saved"):
             callbacks.append(FaultAtUpdate(act, number, at))
         elif at in ("append", "complete"):
@@ -171,6 +191,8 @@ def train(spec: dict[str, Any], resume: Any = None, fault: dict[str, Any] | None
     at_call = fault["number"] if at == "generate" and fault is not None else 0
     with CountedEngine(spec["output_dir"], act if at == "generate" else None, at_call):
         trainer = make_trainer(spec, reward, callbacks=callbacks)
+        if fault is not None and fault["kind"] == "poison":
+            Poison(trainer, {fault["number"]}, fault["rank"])
         trainer.train(resume_from_checkpoint=resume)
     return trainer
 
