@@ -2,14 +2,15 @@
 Whole training runs: μ-GRPO in a few large stages against GRPO at μ = 4, from equal models, prompts, G and updates.
 
     python -m benchmarks.end_to_end --case quickstart                   # generation in process
-    python -m benchmarks.end_to_end --case quickstart --engine vllm     # a managed vLLM server for both
+    python -m benchmarks.end_to_end --case quickstart --engine vllm     # one vLLM server for both, started before
     python -m benchmarks.end_to_end --case smollm2
 
 The other side is the faster of
 
 - `trl`: stock `trl.GRPOTrainer`, generation in process, `steps_per_generation = 4 × gradient_accumulation_steps`, its
   micro-batch the fastest of `MICROBATCHES` in a short run before;
-- `mu4`: this trainer with `objective: grpo` and μ = 4 on the same engine, `vllm_release: keep`.
+- `mu4`: this trainer with `objective: grpo` and μ = 4 on the same engine, which keeps running. Stock TRL cannot use a
+  vLLM server without a GPU, so with `--engine vllm` it is the only other side unless `--against` says otherwise.
 
 `--against trl` or `--against mu4` compares with that one alone. The ratio is of T_total, the wall-clock of `train()`;
 T_rollout (generation, rewards) has one of its own, and each side's greedy accuracy on held-out problems stands beside.
@@ -26,7 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from mu_grpo_trl.lab import arithmetic
 from mu_grpo_trl.lab.quickstart import TASKS, Task
+from mu_grpo_trl.preflight import managed_servers
 from mu_grpo_trl.train import load_dataset, make_trainer, parse, recipe_path
 
 from .common import make_parser, num_pairs, report
@@ -54,14 +56,12 @@ class Case:
         task (`str`): of `mu-grpo quickstart`.
         num_updates (`int`), stage_updates (`int`): of a run, and μ of this side.
         num_threads (`int`): torch's.
-        overrides (`tuple[str, ...]`): of the task's recipe.
     """
 
     task: str
     num_updates: int
     stage_updates: int
     num_threads: int
-    overrides: tuple[str, ...] = ()
 
 
 CASES = {
@@ -88,6 +88,7 @@ class Setup:
     num_updates: int
     stage_updates: int
     folder: Path
+    server_url: str | None = None
 
     @property
     def task(self) -> Task:
@@ -108,9 +109,9 @@ def run_ours(setup: Setup, seed: int, *, baseline: bool) -> Outcome:
         "disable_tqdm": True,
     }
     if baseline:
-        options |= {"objective": "grpo", "vllm_release": "keep"}
-    if setup.engine == "vllm":
-        options["vllm_python"] = os.environ.get("MU_GRPO_VLLM_PYTHON", ".venv-vllm/bin/python")
+        options["objective"] = "grpo"
+    if setup.server_url is not None:
+        options |= {"vllm_mode": "server", "vllm_server_urls": setup.server_url}
     trainer = make_trainer(*parse(_arguments(setup, options)))
     total_s = _timed(trainer.train)
     return Outcome(total_s, trainer.telemetry.rollout_s, _accuracy(trainer, setup.task))
@@ -153,12 +154,39 @@ _SHARED = (
 """Options that mean the same to TRL and take the recipe's value."""
 
 
+@contextmanager
+def serving(setup: Setup) -> Iterator[Setup]:
+    """The setup with a vLLM server on the starting policy, stopped at the end; the setup itself without the engine."""
+    if setup.engine != "vllm":
+        yield setup
+        return
+    python = os.environ.get("MU_GRPO_VLLM_PYTHON", ".venv-vllm/bin/python")
+    _, config, _ = parse(_arguments(setup, {"rollout_engine": "vllm", "vllm_python": python}))
+    assert config.max_context_length is not None
+    [server] = managed_servers(config, config.max_context_length)
+    server.start(setup.task.model().resolve())
+    try:
+        yield replace(setup, server_url=server.url)
+    finally:
+        server.stop()
+
+
 def _arguments(setup: Setup, options: dict[str, Any]) -> list[str]:
-    arguments = ["--config", str(recipe_path(setup.task.recipe)), *setup.case.overrides]
+    arguments = ["--config", str(recipe_path(setup.task.recipe))]
+    if setup.server_url is not None:
+        arguments = ["--config", str(_without_server_options(setup))]
     for name, value in options.items():
         values = value if isinstance(value, list) else [value]
         arguments += [f"--{name}", *map(str, values)]
     return arguments
+
+
+def _without_server_options(setup: Setup) -> Path:
+    """The recipe without what only managed servers take."""
+    lines = recipe_path(setup.task.recipe).read_text().splitlines()
+    path = setup.folder / "recipe.yaml"
+    path.write_text("\n".join(line for line in lines if not line.startswith(("vllm_server_args", "vllm_release"))))
+    return path
 
 
 def _timed(work: Callable[[], object]) -> float:
@@ -206,7 +234,7 @@ def compare(setup: Setup, against: str, pairs: int) -> dict[str, Any]:
     sides: dict[str, Callable[[int], Outcome]] = {"ours": lambda seed: run_ours(setup, seed, baseline=False)}
     if against in ("mu4", "faster"):
         sides["mu4"] = lambda seed: run_ours(setup, seed, baseline=True)
-    if against in ("trl", "faster"):
+    if against == "trl" or (against == "faster" and setup.engine != "vllm"):
         microbatch = _fastest_microbatch(setup)
         sides["trl"] = lambda seed: run_trl(setup, seed, microbatch)
     outcomes: dict[str, list[Outcome]] = {name: [] for name in sides}
@@ -249,7 +277,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         updates = options.updates or case.num_updates
         setup = Setup(case, options.engine, updates, options.stage_updates or case.stage_updates, Path(folder))
-        compare(setup, options.against, num_pairs(options))
+        with serving(setup) as served:
+            compare(served, options.against, num_pairs(options))
 
 
 if __name__ == "__main__":

@@ -59,16 +59,13 @@ def write_stage(path: Path, power: int) -> dict[str, float]:
     """Write a stage of 2^power responses; seconds in the writer, and bytes on the disk."""
     manifest = _manifest(power)
     groups = make_groups(manifest, MEAN_LENGTH)
-    writer, seconds = StageWriter.create(path, manifest), 0.0
+    writer, times = StageWriter.create(path, manifest), []
     while flush := list(itertools.islice(groups, FLUSH_GROUPS)):
-        started = time.perf_counter()
-        writer.append(flush)
-        seconds += time.perf_counter() - started
-    started = time.perf_counter()
-    writer.complete()
-    seconds += time.perf_counter() - started
+        times.append(_timed(lambda flush=flush: writer.append(flush)))
+    times.append(_timed(writer.complete))
+    seconds, cpu_s = np.sum(times, axis=0).tolist()
     size = sum(file.stat().st_size for file in (path / "groups").iterdir())
-    return {"write_s": seconds, "bytes": size}
+    return {"write_s": seconds, "write_cpu_s": cpu_s, "bytes": size}
 
 
 def read_stage(path: Path, power: int) -> dict[str, Any]:
@@ -76,7 +73,7 @@ def read_stage(path: Path, power: int) -> dict[str, Any]:
     started = time.perf_counter()
     reader = StageReader(path)
     open_s = time.perf_counter() - started
-    return {"open_s": open_s, "fetch_s": _times(lambda groups: fetch(reader, groups), power)}
+    return {"open_s": open_s, **_fetch_times(lambda groups: fetch(reader, groups), power)}
 
 
 def fetch(reader: StageReader, groups: np.ndarray) -> int:
@@ -153,7 +150,7 @@ def read_dataset(path: Path, power: int) -> dict[str, Any]:
             _touch(*batch[name])
         return sum(map(len, batch["completion_ids"]))
 
-    return {"open_s": open_s, "fetch_s": _times(fetch_rows, power)}
+    return {"open_s": open_s, **_fetch_times(fetch_rows, power)}
 
 
 def _measure_size(path: Path, power: int) -> dict[str, float]:
@@ -161,15 +158,18 @@ def _measure_size(path: Path, power: int) -> dict[str, float]:
     written = _in_fresh_process(write_stage, path, power)
     read = _in_fresh_process(read_stage, path, power)
     _remove(path)
-    fetch_s = np.array(read["fetch_s"])
+    fetch_ms, fetch_cpu_ms = 1e3 * np.array(read["fetch_s"]), 1e3 * np.array(read["fetch_cpu_s"])
+    num_updates = 2**power // (NUM_GENERATIONS * PROMPTS_PER_UPDATE)
     figures = {
         "responses": 2**power,
         "write_mb_per_s": round(written["bytes"] / written["write_s"] / 1e6, 1),
         "write_s": round(written["write_s"], 3),
         "open_ms": round(1e3 * read["open_s"], 2),
-        "fetch_p50_ms": round(1e3 * float(np.quantile(fetch_s, 0.5)), 3),
-        "fetch_p99_ms": round(1e3 * float(np.quantile(fetch_s, 0.99)), 3),
-        "read_all_s": round(float(fetch_s.mean()) * max(1, 2**power // (NUM_GENERATIONS * PROMPTS_PER_UPDATE)), 3),
+        "fetch_p50_ms": round(float(np.quantile(fetch_ms, 0.5)), 3),
+        "fetch_p99_ms": round(float(np.quantile(fetch_ms, 0.99)), 3),
+        "fetch_cpu_p99_ms": round(float(np.quantile(fetch_cpu_ms, 0.99)), 3),
+        "read_all_s": round(float(fetch_ms.mean()) / 1e3 * num_updates, 3),
+        "cpu_s": round(written["write_cpu_s"] + float(fetch_cpu_ms.mean()) / 1e3 * num_updates, 3),
         "write_rss_anon_mib": written["peak_mib"],
         "write_over_start_mib": round(written["peak_mib"] - written["start_mib"], 1),
         "read_rss_anon_mib": read["peak_mib"],
@@ -186,8 +186,10 @@ def _exponents(sizes: list[dict[str, float]]) -> dict[str, float]:
         return {}
     responses = np.log([size["responses"] for size in sizes])
     total = [size["write_s"] + size["open_ms"] / 1e3 + size["read_all_s"] for size in sizes]
+    cpu_s = [size["cpu_s"] for size in sizes]
     return {
         "cost_exponent": round(float(np.polyfit(responses, np.log(total), 1)[0]), 3),
+        "cpu_cost_exponent": round(float(np.polyfit(responses, np.log(cpu_s), 1)[0]), 3),
         "write_rss_growth": round(sizes[-1]["write_rss_anon_mib"] / sizes[0]["write_rss_anon_mib"], 3),
         "read_rss_growth": round(sizes[-1]["read_rss_anon_mib"] / sizes[0]["read_rss_anon_mib"], 3),
     }
@@ -219,17 +221,20 @@ def _manifest(power: int) -> Manifest:
     return make_manifest(2**power // per_update, PROMPTS_PER_UPDATE, NUM_GENERATIONS)
 
 
-def _times(read: Callable[[np.ndarray], int], power: int) -> list[float]:
-    """Seconds of reading each update, in the shuffled order of a schedule."""
+def _fetch_times(read: Callable[[np.ndarray], int], power: int) -> dict[str, list[float]]:
+    """Wall-clock and CPU seconds of reading each update, in the shuffled order of a schedule."""
     num_updates = _manifest(power).num_updates
     schedule = Schedule(2**power, PROMPTS_PER_UPDATE, num_updates, num_updates, seed=0, shuffle_stage=True)
-    seconds = []
-    for update in range(min(num_updates, MAX_READS)):
-        groups = schedule.update_groups(update)
-        started = time.perf_counter()
-        read(groups)
-        seconds.append(time.perf_counter() - started)
-    return seconds
+    updates = (schedule.update_groups(update) for update in range(min(num_updates, MAX_READS)))
+    times = [_timed(lambda groups=groups: read(groups)) for groups in updates]
+    return {"fetch_s": [seconds for seconds, _ in times], "fetch_cpu_s": [cpu_s for _, cpu_s in times]}
+
+
+def _timed(work: Callable[[], object]) -> tuple[float, float]:
+    """Wall-clock and CPU seconds of `work`."""
+    started, cpu_started = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - started, time.process_time() - cpu_started
 
 
 def _touch(*arrays: np.ndarray) -> None:

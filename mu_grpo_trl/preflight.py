@@ -321,12 +321,13 @@ def make_vllm_engine(config: MuGRPOConfig, model_config: PretrainedConfig, conte
     if config.vllm_mode == "server":
         engine = VLLMEngine(config.server_urls, options)
     else:
-        engine = VLLMEngine(_managed_servers(config, context_length), options, python=config.vllm_interpreter)
+        engine = VLLMEngine(managed_servers(config, context_length), options, python=config.vllm_interpreter)
     engine.check()
     return engine
 
 
-def _managed_servers(config: MuGRPOConfig, context_length: int) -> list[ManagedServer]:
+def managed_servers(config: MuGRPOConfig, context_length: int) -> list[ManagedServer]:
+    """The vLLM servers of a run, not started yet."""
     devices = _visible_devices()
     server_args = list(config.vllm_server_args or ())
     if config.rollout_concurrency:

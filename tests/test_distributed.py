@@ -34,7 +34,7 @@ def sgd_options(output_dir: Path) -> dict:
     return config_options(
         output_dir,
         optim="sgd",
-        learning_rate=1.0,
+        learning_rate=0.25,
         weight_decay=0.0,
         max_grad_norm=0.0,
         stage_updates=NUM_UPDATES,
@@ -58,14 +58,15 @@ def stage(policy: Path, tmp_path_factory) -> Path:
     )
     source = StageReader(folder / "stages" / "stage-000")
     manifest = source.manifest
-    writer = StageWriter.create(folder / "edited", manifest)
-    writer.append([_edited_group(source, group) for group in range(manifest.num_groups)])
-    writer.complete()
+    for name, vetoed in (("edited", False), ("vetoed", True)):
+        writer = StageWriter.create(folder / name, manifest)
+        writer.append([_edited_group(source, group, vetoed) for group in range(manifest.num_groups)])
+        writer.complete()
     shutil.copy(folder / "stages" / "run_id", folder / "run_id")
     return folder
 
 
-def _edited_group(source: StageReader, group: int) -> GroupRollout:
+def _edited_group(source: StageReader, group: int, vetoed: bool) -> GroupRollout:
     manifest = source.manifest
     advantages = source.advantages([group])[0].copy()
     update = group // manifest.prompts_per_update
@@ -74,9 +75,9 @@ def _edited_group(source: StageReader, group: int) -> GroupRollout:
     if update == LONELY_UPDATE:
         advantages[:] = 0
         advantages[0] = -1.5 if group % manifest.prompts_per_update == 0 else 0
-    if update == VETOED_UPDATE:
+    certain = vetoed and update == VETOED_UPDATE  # b = 0: the ratio of every token is its probability
+    if certain:
         advantages[:] = -1.0
-    certain = update == VETOED_UPDATE  # b = 0: the ratio of every token is its probability
     responses = [source.response(group, sample) for sample in range(manifest.num_generations)]
     rewards = source.rewards([group])[0]
     rows = [
@@ -145,7 +146,7 @@ def test_each_optimization_can_be_switched_off_and_changes_no_gradient(launcher,
         stages = tmp_path / name / "stages"
         stages.mkdir(parents=True)
         shutil.copy(stage / "run_id", stages / "run_id")
-        shutil.copytree(stage / "edited", stages / "stage-000")
+        shutil.copytree(stage / "vetoed", stages / "stage-000")
         variants.append({"output_dir": str(tmp_path / name), **OPTIMIZATIONS, **options})
     spec = {**sgd_options(tmp_path), "learning_rate": 0.0, "veto_threshold": VETO_THRESHOLD}
     spec |= {"model": str(policy), "prompts": PROMPTS, "record_gradients": True, "variants": variants}

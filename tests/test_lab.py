@@ -15,12 +15,12 @@ from mu_grpo_trl.lab.arithmetic import (
     MAX_PROMPT_TOKENS,
     MAX_RESPONSE_TOKENS,
     PAD,
-    arithmetic_reward,
     draw_problems,
     greedy_accuracy,
     make_problems,
     make_tokenizer,
 )
+from mu_grpo_trl.lab.rewards import arithmetic_reward, sum_reward
 from mu_grpo_trl.lab.warm_start import add, add_without_carry, make_solutions, warm_start_path, worked_solution
 
 needs_smollm2 = pytest.mark.skipif(
@@ -280,6 +280,4 @@ def test_sums_are_disjoint_between_splits():
     ],
 )
 def test_sum_reward_reads_the_last_number(completion, expected):
-    from mu_grpo_trl.lab.smollm2 import sum_reward
-
     assert sum_reward([[{"role": "assistant", "content": completion}]], ["76"]) == [expected]

@@ -616,7 +616,7 @@ TOKEN = "hf_very_secret"
 
 def test_managed_servers_listen_on_loopback_and_require_the_key_without_showing_it(tmp_path):
     config = MuGRPOConfig(**config_options(tmp_path, rollout_engine="vllm", vllm_api_key=KEY))
-    (server,) = preflight._managed_servers(config, 64)
+    (server,) = preflight.managed_servers(config, 64)
     command = server.command(tmp_path)
     assert command[command.index("--host") + 1] == "127.0.0.1"
     assert server._options.env["VLLM_API_KEY"] == KEY
@@ -626,7 +626,7 @@ def test_managed_servers_listen_on_loopback_and_require_the_key_without_showing_
 def test_the_key_in_the_environment_is_used_too(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     config = MuGRPOConfig(**config_options(tmp_path, rollout_engine="vllm"))
-    assert preflight._managed_servers(config, 64)[0]._options.env["VLLM_API_KEY"] == KEY
+    assert preflight.managed_servers(config, 64)[0]._options.env["VLLM_API_KEY"] == KEY
     assert preflight._api_key(config) == KEY
     assert config.vllm_api_key is None
 

@@ -86,7 +86,7 @@ def recipe_for(folder: Path, policy: Path | str, **options: Any) -> Path:
         "model_name_or_path": str(policy),
         "dataset_name": "lab:arithmetic",
         "conversational": False,
-        "reward_funcs": ["mu_grpo_trl.lab.arithmetic:arithmetic_reward"],
+        "reward_funcs": ["mu_grpo_trl.lab.rewards:arithmetic_reward"],
         "max_rows": 16,
         **options,
     }
@@ -169,7 +169,7 @@ def test_a_wrong_command_line_is_refused(tmp_path, arguments, message):
         ({"reward_funcs": "maths"}, "'maths' is no reward: .* Did you mean 'math'"),
         ({"reward_funcs": "no_such_module:f"}, "module 'no_such_module' cannot be imported .* PYTHONPATH"),
         (
-            {"reward_funcs": "mu_grpo_trl.lab.arithmetic:arithmetic_rewards"},
+            {"reward_funcs": "mu_grpo_trl.lab.rewards:arithmetic_rewards"},
             "has no function 'arithmetic_rewards'. Did you mean 'arithmetic_reward'",
         ),
         ({"reward_weights": [1.0, 2.0]}, "1 reward functions with 2 weights"),

@@ -10,7 +10,6 @@ are plain strings, one token a character.
 from __future__ import annotations
 
 import random
-import re
 import zlib
 from typing import Any, Literal, Protocol
 
@@ -19,9 +18,10 @@ from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from .rewards import arithmetic_reward
+
 Split = Literal["train", "held_out"]
 Problem = tuple[int, ...]
-Response = str | list[dict[str, str]]
 
 PAD, EOS, BOX = "<pad>", "<eos>", r"\boxed{"
 VOCABULARY = (PAD, EOS, BOX, "}", "+", "=", ";", *"0123456789")
@@ -29,7 +29,6 @@ LARGEST_OPERAND = 99
 MAX_PROBLEMS = {"train": 800_000, "held_out": 80_000}  # safely below what the splits hold: ~873,000 and ~97,000
 MAX_PROMPT_TOKENS = len("99+99+99=")
 MAX_RESPONSE_TOKENS = len("99+99=198;198+99=297;") + 6  # the box, three digits, the brace, EOS
-FINAL_BOX = re.compile(r"\\boxed\{(\d+)\}\Z")
 
 
 class RewardFunction(Protocol):
@@ -96,21 +95,6 @@ def make_problems(n: int, seed: int = 0, split: Split = "train") -> Dataset:
     """
     problems = draw_problems(n, seed, split)
     return Dataset.from_dict({"prompt": [prompt_of(p) for p in problems], "answer": [str(sum(p)) for p in problems]})
-
-
-def text_of(response: Response) -> str:
-    """The text of a response, plain or conversational (its last message)."""
-    return response if isinstance(response, str) else response[-1]["content"]
-
-
-def arithmetic_reward(completions: list[Response], answer: list[str], **kwargs) -> list[float]:
-    r"""1.0 where the response ends in `\boxed{answer}`, else 0.0 (TRL's reward signature).
-
-    Strict: nothing may follow the box, digits must match exactly (`024` is not `24`), and earlier boxes do not count.
-    The worked steps are not judged.
-    """
-    found = [FINAL_BOX.search(text_of(completion)) for completion in completions]
-    return [float(box is not None and box[1] == gold) for box, gold in zip(found, answer, strict=True)]
 
 
 @torch.no_grad()

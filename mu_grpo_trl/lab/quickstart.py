@@ -26,6 +26,7 @@ from ..report.figures import plot_run
 from ..stage.reader import StageReader
 from ..train import make_trainer, parse, recipe_path
 from . import arithmetic
+from .rewards import arithmetic_reward, sum_reward
 from .warm_start import warm_start_path
 
 
@@ -56,7 +57,7 @@ def _arithmetic() -> Task:
         recipe="quickstart.yaml",
         model=warm_start_path,
         held_out=lambda: arithmetic.make_problems(500, split="held_out"),
-        reward=arithmetic.arithmetic_reward,
+        reward=arithmetic_reward,
         max_new_tokens=arithmetic.MAX_RESPONSE_TOKENS,
         num_threads=1,  # so small a model computes no faster on two, and much slower when one of them is busy
     )
@@ -70,7 +71,7 @@ def _smollm2() -> Task:
         recipe="smollm2-135m-cpu.yaml",
         model=lambda: folder if (folder / "config.json").exists() else smollm2.convert(folder),
         held_out=lambda: smollm2.make_sums(400, split="held_out"),
-        reward=smollm2.sum_reward,
+        reward=sum_reward,
         max_new_tokens=smollm2.MAX_RESPONSE_TOKENS,
     )
 

@@ -11,7 +11,6 @@ an EOS, the EOS for a pad, and no splitting of digits.
 from __future__ import annotations
 
 import argparse
-import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from datasets import Dataset
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from mu_grpo_trl.lab.arithmetic import Problem, Response, Split, draw_problems, text_of
+from .arithmetic import Problem, Split, draw_problems
 
 EOS, PAD = "<|im_end|>", "<|endoftext|>"
 CONTROL_TOKEN = int(gguf.TokenType.CONTROL)
@@ -40,7 +39,6 @@ LAYER_NAMES = {
 }
 MAX_SUMS = {"train": 6_500, "held_out": 700}  # the splits hold 7,251 and 849
 MAX_RESPONSE_TOKENS = 16  # `31 + 45 = 76<|im_end|>` has 11
-NUMBER = re.compile(r"-?\d+(?:[.,]\d+)*")
 TOP_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
 
 
@@ -181,15 +179,6 @@ def make_sums(n: int, seed: int = 0, split: Split = "train") -> Dataset:
     """
     problems = draw_problems(n, seed, split, num_operands=2, smallest=10, limits=MAX_SUMS)
     return Dataset.from_dict({"prompt": [sum_prompt(p) for p in problems], "answer": [str(sum(p)) for p in problems]})
-
-
-def sum_reward(completions: list[Response], answer: list[str], **kwargs) -> list[float]:
-    """1.0 where the last number of the response is the answer, else 0.0 (TRL's reward signature).
-
-    A decimal or grouped number counts as one: `0.76` and `1,176` are not 76.
-    """
-    found = [NUMBER.findall(text_of(completion)) for completion in completions]
-    return [float(numbers[-1:] == [gold]) for numbers, gold in zip(found, answer, strict=True)]
 
 
 def main() -> None:
