@@ -278,12 +278,12 @@ def main() -> None:
         print(f"port of {taken.getsockname()} taken", flush=True)
     stub = StubVLLM(options.model)
     fault, marker = os.environ.get("STUB_FAULT"), options.model / "fault-happened"
-    repeats = bool(os.environ.get("STUB_FAULT_REPEATS"))
+    due = fault is not None and (not marker.exists() or bool(os.environ.get("STUB_FAULT_REPEATS")))
 
     def once(number: int, body: dict[str, Any]) -> str | None:
-        if fault is None or number < 3 or (marker.exists() and not repeats):
+        if not due or number != 3:
             return None
-        marker.touch()
+        marker.touch()  # for the process that is started in this one's place
         return fault
 
     stub.fault = once
