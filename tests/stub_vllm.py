@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,7 @@ def main() -> None:
     options, _ = parser.parse_known_args()
     if os.environ.get("STUB_FAILS_TO_START"):
         raise SystemExit(f"ValueError: {os.environ['STUB_FAILS_TO_START']}")
+    time.sleep(float(os.environ.get("STUB_STARTS_IN_S", "0")))
     if os.environ.get("STUB_LOSES_ITS_PORT") and not (options.model / "port-lost").exists():
         (options.model / "port-lost").touch()
         taken = socket.create_server(("127.0.0.1", options.port))  # until this process ends, which is soon
