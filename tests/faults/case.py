@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -444,6 +445,7 @@ class Lab:
         self.root, self.seed = root, seed
         self._lock = threading.Lock()
         self._undisturbed: dict[str, threading.Lock] = {}
+        self._numbers = itertools.count()
         self._policies = {
             "layers": save_tiny_policy(root / "layers"),
             "bigram": save_policy(root / "bigram", layers=0),
@@ -480,9 +482,7 @@ class Lab:
 
     def case(self, name: str, setting: Setting) -> Case:
         """A case in a new folder."""
-        folder = self.root / re.sub(r"\W+", "-", name)[:80]
-        shutil.rmtree(folder, ignore_errors=True)
-        return Case(self, folder, setting)
+        return Case(self, self.root / f"{next(self._numbers):03d}-{re.sub(r'[^A-Za-z0-9]+', '-', name)[:60]}", setting)
 
 
 def different_tensors(one: Path, other: Path) -> list[str]:
