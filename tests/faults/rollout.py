@@ -16,7 +16,7 @@ from stub_vllm import StubVLLM
 from mu_grpo_trl.stage.reader import StageReader
 
 from .case import BITWISE, FLUSHED, MANAGED, PROCESS, STUB, VLLM, Case, Fails, Fault, Recovers, Unexpected
-from .worker import At, Call, die
+from .worker import At, Call
 
 NUM_GROUPS = 40
 STAGE_1 = 17
@@ -230,9 +230,12 @@ def _children_serving(pid: int | None) -> list[int]:
 
 
 def _trainer_killed_with_its_server(case: Case) -> None:
-    running = case.start(At("generating", STAGE_1 + 2, die))
-    while not (served := _children_serving(running.processes[0].pid)):
-        time.sleep(0.05)
+    running = case.start(At("generating", STAGE_1 + 2, Call("time:sleep", 0.5)))
+    running.wait_for("generating", STAGE_1 + 2)
+    served = _children_serving(running.processes[0].pid)
+    if not served:
+        raise Unexpected("no server process was found")
+    running.kill()
     running.wait()
     deadline = time.monotonic() + 5
     while any(_runs(pid) for pid in served):
