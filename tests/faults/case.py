@@ -83,7 +83,11 @@ IN_PROCESS = Setting()
 STUB = Setting(policy="bigram", server="external", options={"max_context_length": 64, "rollout_concurrency": 16})
 PROCESS = replace(STUB, server="process")
 MANAGED = replace(STUB, server="managed")
-VLLM = Setting(policy="wide", server="vllm", options={"rollout_concurrency": 16, "vllm_server_timeout": 30.0})
+VLLM = Setting(
+    policy="wide",
+    server="vllm",
+    options={"rollout_concurrency": 16, "vllm_server_timeout": 60.0, "rollout_timeout_s": 120.0},
+)
 
 
 @dataclass(frozen=True)

@@ -213,7 +213,7 @@ def _server_killed(number: int) -> Any:
         for pid in pids:
             os.kill(pid, number)
         case.notes.append(f"signal {number} to {len(pids)} process(es)")
-        ended = running.wait(400)
+        ended = running.wait(1000)
         if ended.exitcode:
             raise Unexpected(f"exit code {ended.exitcode}:\n{ended.log[-4000:]}")
 
