@@ -289,3 +289,7 @@ def main() -> None:
     stub.fault = once
     print(f"stub of process {os.getpid()} is ready", flush=True)
     stub.serve_until_killed(options.port)
+
+
+if __name__ == "__main__":
+    main()

@@ -180,6 +180,28 @@ def test_b42_rewards_work_inside_a_running_event_loop(make):
     assert asyncio.run(notebook_cell())["lengths_later"].tolist() == [2.0, 2.0]
 
 
+def test_b42_a_call_that_waits_behind_one_that_blocks_the_loop_is_made_again(make):
+    async def blocks(completions, **kwargs):
+        if completions[0] == "block":
+            time.sleep(4)
+        return [1.0] * len(completions)
+
+    functions = make(blocks, timeout_s=0.3)
+    results = {}
+
+    def call(text):
+        results[text] = score(functions, completions=[text])["blocks"].tolist()
+
+    threads = [threading.Thread(target=call, args=(text,)) for text in ("block", "pass")]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join()
+    assert results["pass"] == [1.0] and np.isnan(results["block"]).all()
+    assert functions.counters["blocks"]["timeouts"] == 1
+
+
 def test_b42_async_reward_may_call_the_math_reward_and_trls(make):
     from trl.rewards import accuracy_reward
 

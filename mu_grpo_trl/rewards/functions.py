@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_ABANDONED = 8
 _CANCEL_GRACE_S = 2.0
+_ASYNC_ATTEMPTS = 3
+"""A call that waited behind one that blocks the event loop has not begun, and is made again on another loop."""
 _REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _POOL_MEMORY_LIMIT_BYTES = 16 * GIB
 _NOT_SENT_TO_POOL = ("trainer_state", "log_extra", "log_metric")
@@ -290,29 +292,40 @@ class RewardFunctions:
             return self._within_limit(name, _in_thread(f"mu-grpo-{name}", function, **kwargs), self.timeout_s)
 
     def _call_async(self, name: str, function: Callable[..., Awaitable[Any]], kwargs: dict[str, Any]) -> Any:
+        for _ in range(_ASYNC_ATTEMPTS):
+            started = threading.Event()
+
+            async def limited(started: threading.Event = started) -> Any:
+                started.set()
+                scope = asyncio.timeout(self.timeout_s)
+                try:
+                    async with scope:
+                        return await function(**kwargs)
+                except TimeoutError:
+                    if scope.expired():
+                        raise self._over_limit() from None
+                    raise
+
+            loop = self._current_loop()
+            future = loop.submit(limited())
+            wait([future], self.timeout_s + _CANCEL_GRACE_S)
+            if not future.done():  # it ignores cancellation or blocks the loop, or another call does
+                self._abandon_loop(loop)
+            if future.done() or started.is_set():
+                return self._within_limit(name, future, 0.0)
+            future.cancel()
+        raise self._over_limit()
+
+    def _current_loop(self) -> _BackgroundLoop:
         with self._lock:
             if self._loop is None:
                 self._loop = _BackgroundLoop()
-            loop = self._loop
+            return self._loop
 
-        async def limited() -> Any:
-            scope = asyncio.timeout(self.timeout_s)
-            try:
-                async with scope:
-                    return await function(**kwargs)
-            except TimeoutError:
-                if scope.expired():
-                    raise self._over_limit() from None
-                raise
-
-        future = loop.submit(limited())
-        try:
-            return self._within_limit(name, future, self.timeout_s + _CANCEL_GRACE_S)
-        finally:
-            if not future.done():  # it ignores cancellation or blocks the loop
-                with self._lock:
-                    if self._loop is loop:
-                        self._loop = None
+    def _abandon_loop(self, loop: _BackgroundLoop) -> None:
+        with self._lock:
+            if self._loop is loop:
+                self._loop = None
 
     def _within_limit(self, name: str, future: Future[Any], limit_s: float) -> Any:
         wait([future], limit_s)

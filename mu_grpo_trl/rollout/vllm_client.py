@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Coroutine, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +25,9 @@ from .vllm_server import ClientOptions, Dispatch, Server, ServerFailure, retried
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+_PARSERS = 2
+"""Threads that read answers: beside the event loop, not beside each other, for reading JSON holds the interpreter."""
 
 
 class VLLMEngine:
@@ -54,6 +58,7 @@ class VLLMEngine:
         self._policy: Path | None = None
         self._policy_version = ""
         self._loop: _LoopThread | None = _LoopThread()
+        self._parsers = ThreadPoolExecutor(_PARSERS, thread_name_prefix="vllm-answers")
 
     def check(self) -> None:
         """
@@ -145,6 +150,7 @@ class VLLMEngine:
         loop.cancel_all()
         loop.run(_gather(server.disconnect() for server in self._servers))
         loop.stop()
+        self._parsers.shutdown()
         for process in managed:  # one that was just being started again on the loop's threads
             process.stop()
 
@@ -198,7 +204,8 @@ class VLLMEngine:
                     await self._recover(server, epoch, dispatch)
                     raise ServerFailure(f"{server.url}: {type(error).__name__}: {error}") from error
             vocab_size = self._options.vocab_size
-            parsed = asyncio.to_thread(wire.parse_generation, raw, request, sampling, server.model, vocab_size)
+            arguments = raw, request, sampling, server.model, vocab_size
+            parsed = asyncio.get_running_loop().run_in_executor(self._parsers, wire.parse_generation, *arguments)
             return GroupResult(request.group, await parsed)
 
         return await retried(f"Group {request.group}", ask, self._options)

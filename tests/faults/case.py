@@ -397,10 +397,12 @@ class Case:
             if differing:
                 raise Unexpected(f"the final weights differ from the undisturbed run's in {differing}")
             seen.append("weights bitwise equal")
+        if recovers.warning:
+            seen.append("the message")
         before = sum(len(rows) for rows in self._flushed[-1:])
         if len(self.ended) > 1:
-            seen.append(f"{before} groups kept")
-        return ", ".join([*seen, *self.notes])
+            seen.append(f"{before} groups kept unchanged")
+        return ", ".join([*seen, *self.notes]) or "ended well"
 
     def _check_flushed(self) -> None:
         """What was on the disk before a start is there at the end, and nothing of it was asked of an engine again."""

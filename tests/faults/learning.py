@@ -79,7 +79,7 @@ FAULTS = [
           Recovers(bitwise=False, warning="It is skipped"), _poisoned(0),
           IN_PROCESS.but(options={"nonfinite": "skip"})),
     Fault("losses that are not finite, `nonfinite: skip`", "from update 6 on",
-          Fails("number 3 in a row, more than `max_nonfinite_skips=2`", 3, then=BITWISE),
+          Fails("number 3 in a row, more than `max_nonfinite_skips=2`", 3, then=FLUSHED),
           _poisoned(3, onward=True, then=True),
           IN_PROCESS.but(options={"nonfinite": "skip", "max_nonfinite_skips": 2})),
     Fault("weights that are not finite", "in the model to begin with", Fails("disagree about .* by nan"),

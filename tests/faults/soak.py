@@ -9,9 +9,9 @@ from typing import Any
 from workers.train_worker import digit_share
 
 from .case import FLUSHED, MANAGED, Case, Fault, Setting, Unexpected
-from .worker import At, Measure
+from .worker import At, Measure, use_one_arena
 
-NUM_STAGES = 32
+NUM_STAGES = 40
 MAX_RSS_GROWTH = 0.03
 """Of the median of the last five stages over that of stages 2 to 6."""
 
@@ -28,7 +28,7 @@ _OPTIONS = {
 
 def _flat(case: Case) -> None:
     path = case.folder / "soak.jsonl"
-    case.go(At("beginning an update", 1, Measure(str(path)), onward=True))
+    case.go(use_one_arena, At("beginning an update", 1, Measure(str(path)), onward=True))
     samples = [json.loads(line) for line in path.read_text().splitlines()]  # each while a stage's update begins
     if len(samples) != NUM_STAGES:
         raise Unexpected(f"{len(samples)} samples of {NUM_STAGES} stages")
@@ -38,7 +38,7 @@ def _flat(case: Case) -> None:
     figures = "; ".join(
         f"stage {stage}: {samples[stage]['rss'] / 2**20:.1f} MiB, {samples[stage]['files']} files, "
         f"{samples[stage]['threads']} threads"
-        for stage in (0, 2, 8, 16, 24, NUM_STAGES - 1)
+        for stage in (0, 2, 10, 20, 30, NUM_STAGES - 1)
     )
     case.notes.append(f"RSS {growth:+.2%} after stage 2; {figures}")
     for kind in ("files", "threads"):

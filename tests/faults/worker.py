@@ -9,6 +9,7 @@ was asked of the engine and what was flushed.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
 import importlib
@@ -16,6 +17,7 @@ import json
 import os
 import signal
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -104,6 +106,12 @@ def flush_each_batch() -> None:
     """Score each batch before the next is generated: calls of a place then do not depend on the clock."""
     collect = fill._Fill.collect
     fill._Fill.collect = lambda self, until: collect(self, 0)
+
+
+def use_one_arena() -> None:
+    """One arena of malloc's: memory then tells of what is kept, not of which threads happened to allocate it."""
+    m_arena_max = -8
+    ctypes.CDLL(None).mallopt(m_arena_max, 1)
 
 
 @dataclass(frozen=True)
@@ -203,13 +211,18 @@ def child(run: Run) -> None:
     skip_compiling_deepspeed_ops()
     fill.FLUSH_GROUPS = FLUSH_GROUPS
     journal = Journal(run.journal)
-    journal.note(at="start", time=time.time())
+    journal.note(at="start", pid=os.getpid(), time=time.time())
     for inject in run.injections:
         inject()
     _watch_places(journal)
     _note_work(journal)
     train.make_trainer = functools.partial(_make_trainer, run, journal)
-    train.main(["--config", run.recipe, "--resume", "auto"])
+    try:
+        train.main(["--config", run.recipe, "--resume", "auto"])
+    except KeyboardInterrupt:  # ends a program by the signal itself, but not a child of `multiprocessing`
+        traceback.print_exc()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     journal.note(at="end", time=time.time())
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -219,7 +232,7 @@ def _make_trainer(run: Run, journal: Journal, script: Any, config: Any, model: A
     trainer = MuGRPOTrainer(
         model=run.model, reward_funcs=run.reward, args=config, train_dataset=Dataset.from_dict(run.prompts)
     )
-    journal.note(at="trainer made", time=time.time())
+    journal.note(at="trainer made", pid=os.getpid(), time=time.time())
     return trainer
 
 
@@ -265,9 +278,9 @@ def _note_work(journal: Journal) -> None:
     )  # fmt: skip
 
 
-def last_moment(folder: Path) -> str:
-    """The last place that the run in `folder` noted."""
-    last = [entry for entry in read_journal(folder) if "at" in entry][-1]
+def last_moment(folder: Path, pid: int | None) -> str:
+    """The last place that a process of the run in `folder` noted."""
+    last = [entry for entry in read_journal(folder) if entry.get("pid") == pid][-1]
     return last["at"] + (f" ({last['call']})" if "call" in last else "")
 
 
