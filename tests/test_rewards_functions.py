@@ -7,6 +7,7 @@ import threading
 import time
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -270,6 +271,12 @@ def test_b43_bad_output_is_one_error_naming_the_function(make, output, message, 
         torch.tensor([1.0, 0.0], requires_grad=True),
         torch.tensor([1.0, 0.0], dtype=torch.bfloat16),
         [torch.tensor(1.0), torch.tensor(0)],
+        [torch.tensor(1.0, requires_grad=True), torch.tensor(False)],
+        [np.array(1.0), np.array(0)],
+        np.array([1.0, 0.0], dtype=np.float16),
+        np.array([1, 0], dtype=object),
+        torch.tensor([True, False]),
+        pd.Series([1.0, 0.0], index=[7, 3]),
     ],
 )
 def test_b43_lists_arrays_and_tensors_are_accepted(output):
@@ -304,11 +311,11 @@ def test_b43_raising_reward_is_unscorable_by_rule(make, caplog):
 
 def test_b40_none_nan_and_infinities_are_unscorable(make):
     def reward(**kwargs):
-        return [1.0, None, NAN, float("inf"), -float("inf"), 0]
+        return [1.0, None, NAN, float("inf"), -float("inf"), 0, 10**400, torch.tensor(float("nan"))]
 
     functions = make(reward)
-    np.testing.assert_array_equal(score(functions, n=6)["reward"], [1.0, NAN, NAN, NAN, NAN, 0.0])
-    assert functions.counters["reward"]["unscorable"] == 4
+    np.testing.assert_array_equal(score(functions, n=8)["reward"], [1.0, NAN, NAN, NAN, NAN, 0.0, NAN, NAN])
+    assert functions.counters["reward"]["unscorable"] == 6
 
 
 def test_b40_response_that_one_function_cannot_score_is_unscorable():

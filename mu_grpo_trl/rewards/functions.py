@@ -377,7 +377,7 @@ def as_rewards(name: str, output: Any, count: int) -> np.ndarray:
         name (`str`):
             Name of the function, for the error.
         output (`Any`):
-            List, tuple, array or tensor of numbers; `None`, NaN and infinities are unscorable.
+            List, tuple, array, series or tensor of numbers; `None`, NaN and infinities are unscorable.
         count (`int`):
             Number of responses.
 
@@ -390,8 +390,8 @@ def as_rewards(name: str, output: Any, count: int) -> np.ndarray:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(output, torch.Tensor):
         output = output.detach().cpu().tolist()
-    if isinstance(output, np.ndarray):
-        output = output.tolist()
+    elif hasattr(output, "__array__"):  # also what pandas and JAX hold
+        output = np.asarray(output).tolist()
     way_out = f"Return a list of {count} numbers, one for each completion, `None` for an unscorable one."
     if not isinstance(output, list | tuple):
         raise RewardError(
@@ -403,14 +403,16 @@ def as_rewards(name: str, output: Any, count: int) -> np.ndarray:
         )
     rewards = np.full(count, np.nan)
     for i, value in enumerate(output):
-        if torch is not None and isinstance(value, torch.Tensor) and value.ndim == 0:
-            value = value.item()
+        if isinstance(value, np.ndarray) or torch is not None and isinstance(value, torch.Tensor):
+            value = value.tolist() if value.ndim == 0 else value
         if value is None:
             continue
         if not isinstance(value, int | float | np.number | np.bool_) or isinstance(value, np.complexfloating):
             raise RewardError(
                 f"Reward function {name!r} returned {value!r:.200} at position {i}, which is no number. {way_out}"
             )
+        if isinstance(value, int) and abs(value) > sys.float_info.max:
+            continue  # like an infinity
         if math.isfinite(value):
             rewards[i] = value
     return rewards

@@ -61,6 +61,7 @@ _PLAIN_DIGITS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _CLEANING = [
     (re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*"), ""),
     (re.compile(r"\\!|\\(?:displaystyle|textstyle|limits|rm|bf|it|tt)(?![A-Za-z])|\\(?:text)?color\s*\{[^{}]*\}"), ""),
+    (re.compile(r"\\(?:normalsize|small|[lL]arge|LARGE|[hH]uge)(?![A-Za-z])"), ""),
     (re.compile(r"(?<!\\)\\[()\[\]]|\\?\$|[£€]"), ""),
     (re.compile(r"\\(?:begin|end)\{(?:aligned|align|gathered|gather|equation|split)\*?\}"), ""),
     (re.compile(r"\\\\\s*&\s*(?==)"), " "),
@@ -78,7 +79,7 @@ _ANSWER_PREFIX = re.compile(
     re.IGNORECASE,
 )
 _LEFT_EDGE = re.compile(r"\A[\s=:]+")
-_RIGHT_EDGE = re.compile(r"[\s.,:]+\Z")
+_RIGHT_EDGE = re.compile(r"[\s.,:\\]+\Z")  # a backslash: of `\ `
 
 _PERCENT = re.compile(r"\s*(?:\\?%|\\text\s*\{\s*percent\s*\}|\bpercent)\Z")
 _TEXT_UNIT = re.compile(r"(?<=[\w}!)])\s*\\text\s*\{\s*[^{}]*[A-Za-z][^{}]*\}\s*(?:\^\s*\{?\d\}?)?\Z")
