@@ -235,6 +235,8 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over_with_one_line(policy, und
 def test_resuming_where_there_is_no_checkpoint_is_an_error(policy, tmp_path):
     with pytest.raises(ValueError, match="no checkpoint in .*Leave `resume_from_checkpoint` out"):
         train(short(policy, tmp_path), resume=True)
+    with pytest.raises(ValueError, match="checkpoint-7 is not a whole checkpoint of MuGRPOTrainer.*No such file"):
+        train(short(policy, tmp_path), resume=str(tmp_path / "checkpoint-7"))
 
 
 def test_b31_a_stage_left_by_other_weights_is_dropped_with_one_line(policy, tmp_path, caplog):
