@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -272,18 +273,19 @@ def main() -> None:
     options, _ = parser.parse_known_args()
     if os.environ.get("STUB_FAILS_TO_START"):
         raise SystemExit(f"ValueError: {os.environ['STUB_FAILS_TO_START']}")
+    time.sleep(float(os.environ.get("STUB_STARTS_IN_S", "0")))
     if os.environ.get("STUB_LOSES_ITS_PORT") and not (options.model / "port-lost").exists():
         (options.model / "port-lost").touch()
         taken = socket.create_server(("127.0.0.1", options.port))  # until this process ends, which is soon
         print(f"port of {taken.getsockname()} taken", flush=True)
     stub = StubVLLM(options.model)
     fault, marker = os.environ.get("STUB_FAULT"), options.model / "fault-happened"
-    repeats = bool(os.environ.get("STUB_FAULT_REPEATS"))
+    due = fault is not None and (not marker.exists() or bool(os.environ.get("STUB_FAULT_REPEATS")))
 
     def once(number: int, body: dict[str, Any]) -> str | None:
-        if fault is None or number < 3 or (marker.exists() and not repeats):
+        if not due or number != 3:
             return None
-        marker.touch()
+        marker.touch()  # for the process that is started in this one's place
         return fault
 
     stub.fault = once

@@ -479,6 +479,14 @@ def test_b20_a_managed_server_that_dies_or_freezes_is_started_again(
     engine.close()
 
 
+def test_a_restart_may_take_longer_than_a_group(fake_vllm: Path, tmp_path: Path, policy: Path) -> None:
+    server = managed(tmp_path, env={"STUB_FAULT": "crash", "STUB_STARTS_IN_S": "2"})
+    engine = engine_for(server, progress_timeout_s=1.0)
+    engine.open(policy, "v0")
+    answer_all(engine, 8)
+    engine.close()
+
+
 def test_restarts_are_bounded_and_the_error_quotes_the_log(fake_vllm: Path, tmp_path: Path, policy: Path) -> None:
     server = managed(tmp_path, env={"STUB_FAULT": "crash", "STUB_FAULT_REPEATS": "1"})
     engine = engine_for(server, max_restarts=1)

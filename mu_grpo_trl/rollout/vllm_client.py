@@ -248,14 +248,17 @@ class VLLMEngine:
     def _next_finished(
         self, done: queue.SimpleQueue[concurrent.futures.Future[GroupResult]]
     ) -> concurrent.futures.Future[GroupResult]:
-        try:
-            return done.get(timeout=self._options.progress_timeout_s)
-        except queue.Empty:
-            states = "; ".join(server.describe() for server in self._servers)
-            raise EngineError(
-                f"No prompt group finished for {self._options.progress_timeout_s:g} s ({states}). Raise "
-                "`rollout_timeout_s` if responses take longer than that."
-            ) from None
+        while True:
+            try:
+                return done.get(timeout=self._options.progress_timeout_s)
+            except queue.Empty:
+                if any(server.recovery.locked() for server in self._servers):
+                    continue  # starting a server may take longer, and has a limit of its own
+                states = "; ".join(server.describe() for server in self._servers)
+                raise EngineError(
+                    f"No prompt group finished for {self._options.progress_timeout_s:g} s ({states}). Raise "
+                    "`rollout_timeout_s` if responses take longer than that."
+                ) from None
 
 
 class _LoopThread:

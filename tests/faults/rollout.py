@@ -356,7 +356,7 @@ FAULTS = [
     Fault("proxy variables are set", "all along", BITWISE, _plain(env=_PROXIES), STUB),
     Fault("one of two servers has stale weights", "opening stage 1", _then("one of them has other weights"),
           _two_servers(stale=True), STUB),
-    Fault("one server more", "all along", BITWISE, _two_servers(stale=False), STUB),
+    Fault("two servers side by side", "all along", BITWISE, _two_servers(stale=False), STUB),
     Fault("an external server is killed and started again, with its first weights", _MIDWAY, BITWISE,
           _server_process(_killed_and_started_again), PROCESS, quick=True),
     Fault("an external server is killed for good", _MIDWAY, _then("was not healthy within 3 s"),

@@ -87,7 +87,7 @@ def save_policy(folder: Path, layers: int, hidden: int = 32) -> Path:
 def fake_vllm(package: Path) -> Path:
     """A folder for PYTHONPATH in which vLLM's server module runs the stub."""
     (package / "vllm" / "entrypoints" / "openai").mkdir(parents=True)
-    (package / "vllm" / "__init__.py").write_text("__version__ = '0.31.0+cpu'\n")
+    (package / "vllm" / "__init__.py").write_text("__version__ = '0.31.0'\n")
     tests = str(Path(__file__).resolve().parents[1])
     server = f"import sys; sys.path.insert(0, {tests!r}); import stub_vllm; stub_vllm.main()"
     (package / "vllm" / "entrypoints" / "openai" / "api_server.py").write_text(server)

@@ -36,7 +36,8 @@ def _flat(case: Case) -> None:
     rss = [sample["rss"] / 2**20 for sample in later]
     growth = statistics.median(rss[-5:]) / statistics.median(rss[:5]) - 1
     figures = "; ".join(
-        f"stage {stage}: {samples[stage]['rss'] / 2**20:.1f} MiB, {samples[stage]['files']} files, "
+        f"stage {stage}: {samples[stage]['rss'] / 2**20:.1f} MiB ({samples[stage]['own'] / 2**20:.1f} without mapped "
+        f"files), {samples[stage]['files']} files, "
         f"{samples[stage]['threads']} threads"
         for stage in (0, 2, 10, 20, 30, NUM_STAGES - 1)
     )

@@ -153,13 +153,20 @@ class FillDisk:
 
 @dataclass(frozen=True)
 class Measure:
-    """Appends this process's memory in bytes, open files and threads to a file."""
+    """Appends the resident memory of this process in bytes (all, and what is no mapped file), files and threads."""
 
     path: str
 
     def __call__(self, *_: Any, **__: Any) -> None:
         process = psutil.Process()
-        sample = {"rss": process.memory_info().rss, "files": process.num_fds(), "threads": process.num_threads()}
+        gc.collect()
+        memory = process.memory_info()
+        sample = {
+            "rss": memory.rss,
+            "own": memory.rss - memory.shared,
+            "files": process.num_fds(),
+            "threads": process.num_threads(),
+        }
         with open(self.path, "a") as file:
             file.write(json.dumps(sample) + "\n")
 
