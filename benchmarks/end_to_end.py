@@ -8,7 +8,7 @@ Whole training runs: μ-GRPO in a few large stages against GRPO at μ = 4, from 
 The other side is the faster of
 
 - `trl`: stock `trl.GRPOTrainer`, generation in process, `steps_per_generation = 4 × gradient_accumulation_steps`, its
-  micro-batch the fastest of `MICROBATCHES` in a short run before;
+  micro-batch the fastest of a few in short runs before;
 - `mu4`: this trainer with `objective: grpo` and μ = 4 on the same engine, which keeps running. Stock TRL cannot use a
   vLLM server without a GPU, so with `--engine vllm` it is the only other side unless `--against` says otherwise.
 
@@ -43,7 +43,6 @@ from mu_grpo_trl.train import load_dataset, make_trainer, parse, recipe_path
 from .common import make_parser, num_pairs, report
 
 BASELINE_STAGE_UPDATES = 4
-MICROBATCHES = (32, 64, 128, 256)
 TUNING_UPDATES = 4
 
 
@@ -56,17 +55,19 @@ class Case:
         task (`str`): of `mu-grpo quickstart`.
         num_updates (`int`), stage_updates (`int`): of a run, and μ of this side.
         num_threads (`int`): torch's.
+        microbatches (`tuple[int, ...]`): rows that TRL's side is tried with.
     """
 
     task: str
     num_updates: int
     stage_updates: int
     num_threads: int
+    microbatches: tuple[int, ...]
 
 
 CASES = {
-    "quickstart": Case("arithmetic", num_updates=64, stage_updates=16, num_threads=1),
-    "smollm2": Case("smollm2", num_updates=8, stage_updates=8, num_threads=2),
+    "quickstart": Case("arithmetic", num_updates=64, stage_updates=16, num_threads=1, microbatches=(32, 64, 128, 256)),
+    "smollm2": Case("smollm2", num_updates=4, stage_updates=4, num_threads=1, microbatches=(16, 64)),
 }
 
 
@@ -224,7 +225,7 @@ def _accuracy(trainer: Any, task: Task) -> float:
 
 
 def _fastest_microbatch(setup: Setup) -> int:
-    seconds = {size: run_trl(setup, 0, size, num_updates=TUNING_UPDATES).total_s for size in MICROBATCHES}
+    seconds = {size: run_trl(setup, 0, size, num_updates=TUNING_UPDATES).total_s for size in setup.case.microbatches}
     print(f"trl: seconds for {TUNING_UPDATES} updates by micro-batch: {json.dumps(seconds)}", flush=True)
     return min(seconds, key=seconds.__getitem__)
 
@@ -271,9 +272,10 @@ def main() -> None:
     parser.add_argument("--against", choices=("faster", "trl", "mu4"), default="faster")
     parser.add_argument("--updates", type=int, help="of one run; by default the case's")
     parser.add_argument("--stage-updates", type=int, help="μ of this side; by default the case's")
+    parser.add_argument("--threads", type=int, help="torch's; by default the case's")
     options = parser.parse_args()
     case = CASES[options.case]
-    torch.set_num_threads(case.num_threads)
+    torch.set_num_threads(options.threads or case.num_threads)
     with tempfile.TemporaryDirectory() as folder:
         updates = options.updates or case.num_updates
         setup = Setup(case, options.engine, updates, options.stage_updates or case.stage_updates, Path(folder))

@@ -279,11 +279,15 @@ def memory_in_process_of_its_own(options: argparse.Namespace, side: str, microba
 
 
 def fastest(candidates: dict[int, Callable[[], None]], name: str) -> int:
-    """The smallest micro-batch within 5% of the quickest; those that run out of memory are left out."""
+    """
+    The smallest micro-batch within 5% of the quickest (best of three, after one to warm up); those that run out of
+    memory are left out.
+    """
     times = {}
     for size, update in candidates.items():
         try:
-            times[size] = seconds(update)
+            update()
+            times[size] = min(seconds(update) for _ in range(3))
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
     print(f"{name}: seconds by micro-batch: {json.dumps(times)}", flush=True)

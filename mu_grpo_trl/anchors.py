@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import io
 import shutil
 from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,16 +13,20 @@ import numpy as np
 from accelerate import Accelerator
 from torch import Tensor
 
-from .stage.schema import StageError
+from .stage.schema import StageError, digest, file_digest
+from .stage.writer import write_atomically
 
 if TYPE_CHECKING:
     from .update import StageBatches
 
+_WAY_OUT = "Resume from a checkpoint at a stage boundary: they are computed anew there."
+
 
 class AnchorStore:
     """
-    Recomputed log-probs of a stage's forwarded responses: one file per update and rank in `<stage>/anchors/`, a flat
-    float32 array beside the row each piece belongs to. Memory-mapped when read.
+    Recomputed log-probs of a stage's forwarded responses: one file per update and rank,
+    `<stage>/anchors/<update>-<rank>-<digest>.npy`. A flat int32 array holds the number of responses, then `group,
+    sample, length` of each, then the bits of their float32 log-probs, one after the other. Memory-mapped when read.
 
     Args:
         folder (`Path`): of the stage.
@@ -38,21 +43,30 @@ class AnchorStore:
 
     def write(self, update: int, rank: int, rows: list[tuple[int, int]], logps: list[np.ndarray]) -> None:
         """Store the log-probs `(T,)` of each `(group, sample)` of one update; the file appears whole or not at all."""
-        index = np.array([[*row, len(values)] for row, values in zip(rows, logps, strict=True)], np.int64).reshape(
-            -1, 3
-        )
-        for name, array in (("logps", np.concatenate([*logps, np.zeros(0, np.float32)])), ("rows", index)):
-            temporary = self._folder / f".{name}-{update}-{rank}.npy"
-            np.save(temporary, array, allow_pickle=False)
-            os.replace(temporary, self._folder / f"{name}-{update}-{rank}.npy")
+        index = [(*row, len(values)) for row, values in zip(rows, logps, strict=True)]
+        head = np.array([len(index), *chain.from_iterable(index)], np.int32)
+        bits = [np.asarray(values, np.float32).view(np.int32) for values in logps]
+        buffer = io.BytesIO()
+        np.save(buffer, np.concatenate([head, *bits]), allow_pickle=False)
+        data = buffer.getvalue()
+        write_atomically(self._folder / f"{update}-{rank}-{digest(data)}.npy", data)
 
     def load(self) -> None:
-        """Index all that was stored."""
-        for path in sorted(self._folder.glob("rows-*.npy")):
-            start = 0
-            for group, sample, length in np.load(path, allow_pickle=False).tolist():
-                values = path.with_name(path.name.replace("rows", "logps", 1))
-                self._rows[group, sample] = values, start, start + length
+        """
+        Index all that was stored.
+
+        Raises:
+            `StageError`: a file is not what was written.
+        """
+        for path in sorted(self._folder.glob("*.npy")):
+            if file_digest(path) != path.stem.rpartition("-")[2]:
+                raise StageError(
+                    f"{path}: its bytes do not match the digest in its name (truncated or altered). {_WAY_OUT}"
+                )
+            values = np.load(path, mmap_mode="r", allow_pickle=False)
+            start = 1 + 3 * int(values[0])
+            for group, sample, length in values[1:start].reshape(-1, 3).tolist():
+                self._rows[group, sample] = path, start, start + length
                 start += length
 
     def logps(self, group: int, sample: int) -> np.ndarray:
@@ -64,11 +78,10 @@ class AnchorStore:
         """
         if (group, sample) not in self._rows:
             raise StageError(
-                f"{self._folder} has no log-probs of group {group}, sample {sample}: files are gone. Resume from a "
-                "checkpoint at a stage boundary: they are computed anew there."
+                f"{self._folder} has no log-probs of group {group}, sample {sample}: files are gone. {_WAY_OUT}"
             )
         path, start, stop = self._rows[group, sample]
-        return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False)[start:stop])
+        return np.load(path, mmap_mode="r", allow_pickle=False)[start:stop].view(np.float32)
 
 
 def recompute_anchors(

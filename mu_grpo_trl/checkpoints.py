@@ -54,9 +54,9 @@ class WholeCheckpoints:
         if self.accelerator.is_main_process:
             list_files(Path(output_dir))
 
-    def _run_epoch(self, **kwargs: Any) -> None:
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         if self.state.global_step < self.schedule.num_updates:  # the parent takes an update before it looks
-            super()._run_epoch(**kwargs)  # type: ignore[misc]
+            super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
 
 
 @contextmanager

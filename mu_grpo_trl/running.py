@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator, PartialState
 
-from .checkpoints import check_optimizer_state
+from .checkpoints import check_optimizer_state, read_stage_state
 from .config import MuGRPOConfig
 from .locks import FolderInUseError, RunLock
 from .ranks import broadcast_string
@@ -59,11 +59,12 @@ def running(
 
     Raises:
         `FolderInUseError`: on all ranks, when another process works in the folders.
-        `CheckpointError`: the optimizer of `checkpoint` is none for this run.
+        `CheckpointError`: `checkpoint` is not whole, or its optimizer none for this run.
     """
     lock_folders(config, lock)
     try:
         if checkpoint is not None:
+            read_stage_state(Path(checkpoint))
             check_optimizer_state(Path(checkpoint), accelerator)
             _load_onto_numbered_cpus()
         open_wandb_run(config, accelerator.is_main_process, resumed=checkpoint is not None)

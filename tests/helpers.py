@@ -19,6 +19,17 @@ PROMPTS = [f"{a}+{b}{'=' * (1 + a % 3)}" for a in range(1, 9) for b in range(3, 
 
 ACCELERATE = {
     "ddp": {"distributed_type": "MULTI_CPU"},
+    "fsdp2": {
+        "distributed_type": "FSDP",
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_state_dict_type": "FULL_STATE_DICT",
+            "fsdp_cpu_ram_efficient_loading": False,
+            "fsdp_reshard_after_forward": True,
+            "fsdp_offload_params": False,
+        },
+    },
     "zero3": {
         "distributed_type": "DEEPSPEED",
         "deepspeed_config": {
@@ -94,7 +105,7 @@ def config_options(output_dir: Path, **options: Any) -> dict[str, Any]:
 
 
 def run_worker(folder: Path, launcher: str | None, spec: dict[str, Any], timeout_s: float = 240) -> None:
-    """Run the worker on `spec`, alone or in two processes under the launcher `"ddp"` or `"zero3"`."""
+    """Run the worker on `spec`, alone or in two processes under the launcher `"ddp"`, `"fsdp2"` or `"zero3"`."""
     folder.mkdir(parents=True, exist_ok=True)
     spec_path = folder / "spec.json"
     spec_path.write_text(json.dumps(spec))

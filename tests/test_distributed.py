@@ -1,4 +1,4 @@
-"""One process, two DDP processes and two ZeRO-3 processes take the same updates on the same stored rollouts."""
+"""One process, and two of DDP, FSDP2 and ZeRO-3, take the same updates on the same stored rollouts."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def single(policy: Path, stage: Path, tmp_path_factory) -> list[dict[str, torch.
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("launcher", ["ddp", "zero3"])
+@pytest.mark.parametrize("launcher", ["ddp", "fsdp2", "zero3"])
 def test_two_ranks_take_the_gradients_and_reach_the_weights_of_one_process(launcher, policy, stage, single, tmp_path):
     weights = train(tmp_path / launcher, launcher, policy, stage)
     gradients = displacement_errors(single, weights, 1)
@@ -138,7 +138,7 @@ def test_b44_an_update_without_signal_moves_no_weight(single):
 
 @pytest.mark.parametrize(
     "launcher",
-    [None, *(pytest.param(name, marks=pytest.mark.distributed) for name in ("ddp", "zero3"))],
+    [None, *(pytest.param(name, marks=pytest.mark.distributed) for name in ("ddp", "fsdp2", "zero3"))],
 )
 def test_each_optimization_can_be_switched_off_and_changes_no_gradient(launcher, policy, stage, tmp_path):
     variants = []

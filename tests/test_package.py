@@ -32,7 +32,6 @@ LAYERS = (
         "callbacks",
         "checkpoints",
         "guards",
-        "objectives",
         "policy",
         "preflight",
         "running",

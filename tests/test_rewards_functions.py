@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import sys
 import threading
 import time
 
@@ -307,6 +308,22 @@ def test_b43_raising_reward_is_unscorable_by_rule(make, caplog):
     assert functions.counters["divide"] == {"calls": 1, "raised": 1, "unscorable": 2}
     assert functions.counters["time_out"] == {"calls": 1, "raised": 1, "unscorable": 2}
     assert "division by zero" in caplog.text
+
+
+def test_b43_reward_that_exits_ends_neither_the_run_nor_the_event_loop(make):
+    def leave(**kwargs):
+        sys.exit(3)
+
+    async def leave_later(**kwargs):
+        sys.exit(3)
+
+    functions = make([leave, leave_later, lengths_later], on_error="unscorable")
+    for _ in range(2):
+        scores = score(functions)
+        assert scores.failed == {"leave", "leave_later"} and scores["lengths_later"].tolist() == [2.0, 2.0]
+    for reward in (leave, leave_later):
+        with pytest.raises(RewardError, match=rf"'{reward.__name__}' raised on prompt 'p'(.|\n)*SystemExit"):
+            score(make(reward))
 
 
 def test_b40_none_nan_and_infinities_are_unscorable(make):

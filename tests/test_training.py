@@ -29,6 +29,7 @@ from workers.train_worker import digit_share
 from workers.training_run import GENERATED, make_trainer, train, whole_weights
 
 from mu_grpo_trl import MuGRPOConfig, MuGRPOTrainer, load_stage
+from mu_grpo_trl.anchors import AnchorStore
 from mu_grpo_trl.hub import NOT_UPLOADED, without_stages
 from mu_grpo_trl.report import completions as completion_report
 from mu_grpo_trl.rewards.functions import RewardError
@@ -235,6 +236,8 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over_with_one_line(policy, und
 def test_resuming_where_there_is_no_checkpoint_is_an_error(policy, tmp_path):
     with pytest.raises(ValueError, match="no checkpoint in .*Leave `resume_from_checkpoint` out"):
         train(short(policy, tmp_path), resume=True)
+    with pytest.raises(ValueError, match="checkpoint-7 is not a whole checkpoint of MuGRPOTrainer.*No such file"):
+        train(short(policy, tmp_path), resume=str(tmp_path / "checkpoint-7"))
 
 
 def test_b31_a_stage_left_by_other_weights_is_dropped_with_one_line(policy, tmp_path, caplog):
@@ -254,6 +257,36 @@ def test_b31_a_stage_left_by_a_run_with_other_settings_is_not_used(policy, tmp_p
     train(short(policy, tmp_path))
     with pytest.raises(StageError, match="holds another stage: .*seed.*42 → 43"):
         train(short(policy, tmp_path, seed=43))
+
+
+@pytest.mark.parametrize("num_responses", [0, 1, 5])
+def test_stored_anchors_come_back_with_every_bit(num_responses, tmp_path):
+    values = [torch.randn(length).numpy() for length in range(1, 1 + num_responses)]
+    store = AnchorStore(tmp_path)
+    store.clear()
+    store.write(3, 0, [(7, sample) for sample in range(num_responses)], values)
+    store.write(3, 1, [(8, 2)], [np.array([np.nan, -1.5], np.float32)])
+    read = AnchorStore(tmp_path)
+    read.load()
+    for sample, expected in enumerate(values):
+        np.testing.assert_array_equal(read.logps(7, sample), expected)
+    np.testing.assert_array_equal(read.logps(8, 2), np.array([np.nan, -1.5], np.float32))
+
+
+@pytest.mark.parametrize("place", [0, 40, 200, -1, None])
+def test_b31_damaged_anchors_are_never_trained_on(place, tmp_path):
+    store = AnchorStore(tmp_path)
+    store.clear()
+    store.write(0, 0, [(0, 0)], [np.linspace(-3, -1, 100, dtype=np.float32)])
+    (path,) = (tmp_path / "anchors").iterdir()
+    data = bytearray(path.read_bytes())
+    if place is None:
+        data = data[:-100]
+    else:
+        data[place] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(StageError, match="do not match the digest.*stage boundary"):
+        AnchorStore(tmp_path).load()
 
 
 def test_anchors_of_the_trainer_survive_a_resume_within_the_stage(policy, tmp_path):

@@ -272,7 +272,7 @@ class RewardFunctions:
             return self._failed(name, failure.counter, count, failure.reason)
         except RewardError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if self.on_error == "unscorable":
                 return self._failed(name, "raised", count, repr(error))
             trace = str(error) if isinstance(error, _RaisedInPool) else "".join(traceback.format_exception(error))
@@ -305,6 +305,8 @@ class RewardFunctions:
                     if scope.expired():
                         raise self._over_limit() from None
                     raise
+                except SystemExit as error:  # it would end the loop's thread
+                    raise RuntimeError(f"it raised SystemExit({error.code!r})") from error
 
             loop = self._current_loop()
             future = loop.submit(limited())

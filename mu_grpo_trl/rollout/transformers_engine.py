@@ -171,11 +171,8 @@ class _RoomyLayer(DynamicLayer):
         start = self.get_seq_length()
         stop = start + key_states.size(-2)
         if self._buffers is None or self._buffers[0].size(-2) < stop:
-            room = max(stop, min(2 * stop, self._max_length))
-            self._buffers = tuple(
-                new.new_empty(*new.shape[:-2], room, new.size(-1)) for new in (key_states, value_states)
-            )
-            if start:
+            self._buffers = self._with_room(key_states, stop), self._with_room(value_states, stop)
+            if self.keys is not None and self.values is not None and start:
                 self._buffers[0][..., :start, :] = self.keys
                 self._buffers[1][..., :start, :] = self.values
         if not self.is_initialized:
@@ -185,6 +182,10 @@ class _RoomyLayer(DynamicLayer):
         values[..., start:stop, :] = value_states
         self.keys, self.values = keys[..., :stop, :], values[..., :stop, :]
         return self.keys, self.values
+
+    def _with_room(self, states: torch.Tensor, length: int) -> torch.Tensor:
+        room = max(length, min(2 * length, self._max_length))
+        return states.new_empty(*states.shape[:-2], room, states.size(-1))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)

@@ -158,7 +158,7 @@ class StageWriter:
                 raise StageError(f"group {repeated[0]} is in {self.path} already. Append each group once.")
             data = _encode([_checked_group(group, self.manifest) for group in groups], self._schema)
             name = ShardName(self.rank, self._next_number, digest(data))
-            _write_atomically(self.path / GROUPS_NAME / str(name), data)
+            write_atomically(self.path / GROUPS_NAME / str(name), data)
             self._next_number += 1
             self.done_groups.update(counts)
 
@@ -263,7 +263,7 @@ class StageWriter:
 
     def _write_manifest(self, status: Status) -> None:
         manifest = self.manifest.with_status(status)
-        _write_atomically(self.path / MANIFEST_NAME, manifest.to_json().encode())
+        write_atomically(self.path / MANIFEST_NAME, manifest.to_json().encode())
         self.manifest = manifest
 
     @property
@@ -295,7 +295,7 @@ def _forget_lock(writer: StageWriter | None) -> None:
         writer.close()
 
 
-def _write_atomically(path: Path, data: bytes | pa.Buffer) -> None:
+def write_atomically(path: Path, data: bytes | pa.Buffer) -> None:
     """Write `data` to `path` so that the name appears only with all the bytes, on the disk."""
     temporary = path.with_name(path.name + ".tmp")
     try:

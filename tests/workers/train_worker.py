@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from deepspeed.utils import safe_get_full_grad
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from mu_grpo_trl import MuGRPOConfig, MuGRPOTrainer
@@ -46,7 +47,11 @@ class RecordGradients(TrainerCallback):
     def record(self, update: int) -> None:
         gradient = (lambda p: p.grad) if not is_zero3(self.trainer.accelerator) else safe_get_full_grad
         gathered = {name: gradient(p) for name, p in self.trainer.model.named_parameters()}
-        self.gradients[update] = {name: g.detach().cpu().clone() for name, g in gathered.items() if g is not None}
+        self.gradients[update] = {
+            name: (g.full_tensor() if isinstance(g, DTensor) else g).detach().cpu().clone()
+            for name, g in gathered.items()
+            if g is not None
+        }
 
 
 class RecordWeights(TrainerCallback):
