@@ -208,7 +208,9 @@ class Journal:
 
 
 def child(run: Run) -> None:
-    """Body of the process; ends with the exit code of the command line."""
+    """Body of the process; ends with the exit code of the command line, or with the harness."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     os.environ.update(run.env)
     output = os.open(run.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
