@@ -218,7 +218,8 @@ class MuGRPOConfig(GRPOConfig):
         reward_workers (`int`, *optional*):
             Processes (and threads) that score rewards beside generation. Defaults to the number of CPUs, 8 at most.
         reward_timeout_s (`float`, *optional*, defaults to `30.0`):
-            Seconds one reward call may take; beyond it the response is unscorable (math answers: wrong).
+            Seconds one reward call may take; beyond it its responses are unscorable. A math answer takes 5 at most,
+            and is wrong beyond it.
         reward_error (`str`, *optional*, defaults to `"stop"`):
             A reward function that raises: `"stop"` the run (the stage stays on disk), or count its responses as
             `"unscorable"`.

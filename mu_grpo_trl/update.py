@@ -301,6 +301,7 @@ def _rollout_metrics(
         "completions/max_length": float(lengths.max()),
         "completions/clipped_ratio": float(truncated.mean()),
         "frac_reward_zero_std": float((~advantages.any(axis=1)).mean()),
+        "rewards/unscorable_share": float(np.isnan(rewards).mean()),
     }
     scored = rewards[~np.isnan(rewards)]
     if scored.size:

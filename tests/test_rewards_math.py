@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import logging
 import subprocess
 import sys
 import threading
@@ -301,11 +303,22 @@ def reward():
     reward.close()
 
 
-def test_b03_power_tower_costs_only_its_own_answer(reward):
+def test_b03_power_tower_costs_only_its_own_answer(reward, caplog):
     responses = [r"\boxed{16}", POWER_TOWER, r"\boxed{4^2}", r"\boxed{17}"]
     started = time.monotonic()
-    assert reward.score(["16"] * 4, responses) == [1.0, 0.0, 1.0, 0.0]
+    with caplog.at_level(logging.WARNING, "mu_grpo_trl.rewards.math"):
+        assert reward.score(["16"] * 4, responses) == [1.0, 0.0, 1.0, 0.0]
     assert time.monotonic() - started < 15
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "against '16'" in line and line.endswith(("timed_out: wrong.", "crashed: wrong.", "raised: wrong."))
+
+
+def test_workers_load_the_verifier_before_any_limit_runs(reward):
+    warm_up = reward._pool._setup["warm_up"]
+    code = "import json, sys, mu_grpo_trl.rewards.math as m; m.verify_answers(*json.loads(sys.argv[1]))"
+    command = [sys.executable, "-c", f"{code}; print(*sys.modules)", json.dumps(warm_up)]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert {"sympy", "math_verify.parser", "math_verify.grader"} <= set(loaded)
 
 
 @pytest.mark.parametrize(

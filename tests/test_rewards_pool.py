@@ -29,6 +29,16 @@ def hold_the_gil(seconds):
     ctypes.PyDLL(None).sleep(seconds)
 
 
+_loaded = []
+
+
+def load_slowly_once(value):
+    if not _loaded:
+        time.sleep(1.5)
+        _loaded.append(value)
+    return [value, *_loaded]
+
+
 def die(how):
     if how == "segfault":
         ctypes.string_at(0)
@@ -150,6 +160,15 @@ def test_exception_is_a_result_with_its_traceback():
 def test_limit_counts_neither_queueing_nor_start_up():
     with ProcessPool(nap, workers=1, timeout_s=0.6) as pool:
         assert pool.map([(0.3, i) for i in range(5)]) == list(range(5))
+
+
+def test_limit_does_not_count_what_the_first_call_loads():
+    with ProcessPool(load_slowly_once, workers=1, timeout_s=0.6) as pool:
+        assert pool.map([(1,)]) == [TimedOut(0.6)]
+    with ProcessPool(load_slowly_once, workers=2, timeout_s=0.6, warm_up=[0]) as pool:
+        assert pool.map([(1,), (2,), (3,)]) == [[1, 0], [2, 0], [3, 0]]
+    with ProcessPool(int, workers=1, timeout_s=0.6, warm_up=["no number"]) as pool:
+        assert pool.map([("7",)]) == [7]
 
 
 def test_worker_frozen_while_idle_is_replaced_without_blaming_the_task(monkeypatch):

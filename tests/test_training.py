@@ -422,6 +422,7 @@ def test_b40_b42_unscorable_and_async_rewards_train(reward, policy, tmp_path):
     if reward is none_and_nan:
         assert np.isnan(rewards[:, :2]).all() and (advantages[:, :2] == 0).all()
         np.testing.assert_allclose(advantages[:, 2:], [[-(0.5**0.5), 0.5**0.5]] * len(groups), atol=1e-5)
+        assert logged(trainer, "rewards/unscorable_share") == [0.5, 0.5]
     else:
         texts = [
             trainer.processing_class.decode(stage.response(3, i).completion_ids, skip_special_tokens=True)

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .math import MathReward
+from .math import ANSWER_LIMIT_S, MathReward
 from .pool import GIB, Crashed, ProcessPool, Raised, TimedOut, function_reference
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ def resolve_reward(name: str, *, workers: int = 4, timeout_s: float = 60.0) -> C
         workers (`int`, *optional*, defaults to `4`):
             Processes.
         timeout_s (`float`, *optional*, defaults to `60.0`):
-            Seconds for one call.
+            Seconds for one call; `"math"` takes at most 5 for one answer.
 
     Returns:
         `Callable`: Reward function, with a `close()`.
@@ -106,7 +106,7 @@ def resolve_reward(name: str, *, workers: int = 4, timeout_s: float = 60.0) -> C
         ValueError: If the name is neither.
     """
     if name == "math":
-        return MathReward(workers=workers)
+        return MathReward(workers=workers, timeout_s=min(timeout_s, ANSWER_LIMIT_S))
     if _REFERENCE.fullmatch(name):
         return _PoolReward(name, workers, timeout_s)
     raise ValueError(f"{name!r} is no reward: use 'math' or 'module:function'.")

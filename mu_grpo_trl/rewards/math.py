@@ -37,6 +37,8 @@ _DECIMAL_TOLERANCE = Fraction(1, 10**5)
 _EXACT_DIGITS = 50
 _EXACT_TOLERANCE = Fraction(1, 10**40)
 _MEMORY_LIMIT_BYTES = 2 * GIB
+ANSWER_LIMIT_S = 5.0
+_WARM_UP_GOLD, _WARM_UP_ANSWER = r"\frac{x}{2}", r"\frac{2x}{4}"  # imports sympy and Math-Verify, which takes seconds
 
 GoldKind = Literal["number", "math", "words", "partial", "unparsed", "empty"]
 
@@ -346,7 +348,7 @@ def check_golds(golds: Iterable[Any], column: str = "answer", workers: int = 1, 
     """
     texts = [gold_text(value, row, column) for row, value in enumerate(golds)]
     unique = list(dict.fromkeys(texts))
-    with ProcessPool(gold_kind, workers, timeout_s, _MEMORY_LIMIT_BYTES) as pool:
+    with ProcessPool(gold_kind, workers, timeout_s, _MEMORY_LIMIT_BYTES, warm_up=[_WARM_UP_GOLD]) as pool:
         results = pool.map((text,) for text in unique)
     kinds = {
         text: kind if isinstance(kind, str) else "unreachable" for text, kind in zip(unique, results, strict=True)
@@ -385,11 +387,17 @@ class MathReward:
     __name__ = "math"
 
     def __init__(
-        self, answer_column: str = "answer", *, workers: int = 4, timeout_s: float = 5.0, cache_size: int = 65536
+        self,
+        answer_column: str = "answer",
+        *,
+        workers: int = 4,
+        timeout_s: float = ANSWER_LIMIT_S,
+        cache_size: int = 65536,
     ):
         self.answer_column = answer_column
         self.counters: Counter[str] = Counter()
-        self._pool = ProcessPool(verify_answers, workers, timeout_s, _MEMORY_LIMIT_BYTES)
+        warm_up = [_WARM_UP_GOLD, [_WARM_UP_ANSWER]]
+        self._pool = ProcessPool(verify_answers, workers, timeout_s, _MEMORY_LIMIT_BYTES, warm_up)
         self._cache: OrderedDict[tuple[str, ...], float] = OrderedDict()
         self._cache_size = cache_size
         self._lock = threading.Lock()
@@ -437,16 +445,16 @@ class MathReward:
                 self._cache.move_to_end(task)
         futures = {task: self._pool.submit(task[0], task[1:]) for task in tasks if task not in verdicts}
         results = {task: future.result() for task, future in futures.items()}
+        failed = {task: _FAILURES[type(result)] for task, result in results.items() if not isinstance(result, float)}
+        for task, failure in failed.items():
+            logger.warning("Math: verifying %.200r against %.200r %s: wrong.", task[-1], task[0], failure)
         with self._lock:
             self.counters["cached"] += len(verdicts)
-            for task, result in results.items():
-                if isinstance(result, float):
-                    self._cache[task] = result
-                else:
-                    self.counters[_FAILURES[type(result)]] += 1
+            self.counters.update(failed.values())
+            self._cache.update((task, result) for task, result in results.items() if task not in failed)
             while len(self._cache) > self._cache_size:
                 self._cache.popitem(last=False)
-        return verdicts | {task: result if isinstance(result, float) else 0.0 for task, result in results.items()}
+        return verdicts | {task: 0.0 if task in failed else result for task, result in results.items()}
 
 
 _FAILURES: dict[type, str] = {TimedOut: "timed_out", Crashed: "crashed", Raised: "raised"}

@@ -5,7 +5,8 @@ A worker is a new interpreter (never a fork: the parent has threads and CUDA), w
 `__main__`. Both sides exchange length-prefixed JSON over pipes; nothing is unpickled. One task at a time runs in a
 worker; a task over its time limit costs the worker its life (SIGKILL, so neither frozen processes nor C code holding
 the GIL matter), and a new one takes its place. The limit runs from the moment the worker says that it started the
-task, so that neither queueing nor the worker's imports count. Workers die with the parent.
+task, so that neither queueing nor the worker's start counts: its imports, and a first call with `warm_up` where the
+function imports when it is called. Workers die with the parent.
 """
 
 from __future__ import annotations
@@ -104,6 +105,8 @@ class ProcessPool:
             Time limit of one task in seconds, counted from its start in the worker.
         memory_limit_bytes (`int`, *optional*, defaults to 4 GiB):
             Limit of each worker's address space; `None` for none. The function then sees a `MemoryError`.
+        warm_up (`Sequence`, *optional*):
+            Arguments of a call that each worker makes when it starts, whatever comes of it.
 
     Raises:
         ValueError: If the function cannot be imported by a worker, or a limit is not positive.
@@ -122,6 +125,7 @@ class ProcessPool:
         workers: int,
         timeout_s: float,
         memory_limit_bytes: int | None = 4 * GIB,
+        warm_up: Sequence[Any] | None = None,
     ):
         if workers < 1 or not timeout_s > 0:
             raise ValueError(
@@ -129,7 +133,7 @@ class ProcessPool:
             )
         self.reference = function_reference(function)
         self.timeout_s = float(timeout_s)
-        self._memory_limit_bytes = memory_limit_bytes
+        self._setup = {"reference": self.reference, "memory": memory_limit_bytes, "warm_up": warm_up}
         self._tasks: queue.SimpleQueue[tuple[Future[Any], bytes] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
@@ -254,8 +258,7 @@ class ProcessPool:
             if self._closed:
                 worker.kill()
         try:
-            setup = {"reference": self.reference, "memory": self._memory_limit_bytes, "parent": os.getpid()}
-            worker.send(json.dumps(setup).encode(), _START_LIMIT_S)
+            worker.send(json.dumps({**self._setup, "parent": os.getpid()}).encode(), _START_LIMIT_S)
             problem = worker.receive(_START_LIMIT_S).get("error")
         except (_Lost, TimeoutError):
             self._discard(worker)
@@ -363,6 +366,9 @@ def _work() -> None:
         function = getattr(importlib.import_module(module), name)
     except Exception:
         return reply(error=_traceback())
+    if setup["warm_up"] is not None:
+        with contextlib.suppress(Exception):
+            function(*setup["warm_up"])
     reply()
     while (call := _read_message(tasks)) is not None:
         reply()
