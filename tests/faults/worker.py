@@ -50,7 +50,7 @@ PLACES: dict[str, list[tuple[Any, str]]] = {
     "generating": [(TransformersEngine, "generate"), (vllm_wire, "generation_body")],
     "scoring": [(StageMaker, "_score")],
     "flushing": [(StageWriter, "append")],
-    "writing a file of the stage": [(writer, "_write_atomically")],
+    "writing a file of the stage": [(writer, "write_atomically")],
     "a file of the stage renamed": [(writer, "_sync_folder")],
     "completing the stage": [(StageWriter, "complete")],
     "beginning an update": [(StageCallback, "on_step_begin")],
