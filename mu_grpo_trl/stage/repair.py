@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from .schema import (
 from .writer import MAX_LOGP, StageWriter
 
 logger = logging.getLogger(__name__)
+
+_BETWEEN = ("", "*/", "*/*/")  # what may lie between a folder that was named and the stages below it
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,9 @@ def find_stage(path: str | Path) -> Path:
         raise StageError(f"{folder} is no folder. Give a stage's, such as runs/NAME/stages/stage-000.")
     if (folder / MANIFEST_NAME).exists() or (folder / GROUPS_NAME).is_dir():
         return folder
-    below = sorted(found.parent for found in folder.glob(f"**/stage-*/{GROUPS_NAME}"))
+    below: list[Path] = []
+    with suppress(OSError):  # a folder may vanish meanwhile
+        below = sorted(found.parent for above in _BETWEEN for found in folder.glob(f"{above}stage-*/{GROUPS_NAME}"))
     hint = f"Give one of {', '.join(map(str, below))}" if below else "Give one such as runs/NAME/stages/stage-000"
     raise StageError(f"{folder} is no stage: it has neither {MANIFEST_NAME} nor {GROUPS_NAME}/. {hint}.")
 
