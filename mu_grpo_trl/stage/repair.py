@@ -20,6 +20,7 @@ from .schema import (
     ManifestLostError,
     StageError,
     arrow_schema,
+    cache_paths,
     read_manifest,
     shard_paths,
 )
@@ -27,6 +28,7 @@ from .writer import MAX_LOGP, StageWriter
 
 logger = logging.getLogger(__name__)
 
+_LEFTOVERS = ("*.tmp", f"{GROUPS_NAME}/*.tmp", "*/*.rejected")
 _BETWEEN = ("", "*/", "*/*/")  # what may lie between a folder that was named and the stages below it
 
 
@@ -39,7 +41,8 @@ class StageCheck:
         manifest (`Manifest`): its manifest.
         bad_shards (`dict[Path, str]`): shards that cannot be trusted, and why.
         good_groups (`frozenset[int]`): groups that are whole in trusted shards.
-        leftovers (`tuple[Path, ...]`): temporary files of a killed write, and shards set aside before; harmless.
+        leftovers (`tuple[Path, ...]`): temporary files of a killed write, shards set aside before, and caches of
+            `datasets`; harmless.
     """
 
     path: Path
@@ -110,8 +113,8 @@ def check_stage(path: str | Path) -> StageCheck:
             good |= _checked_groups(shard, manifest, good)
         except StageError as error:
             bad[shard] = str(error).removeprefix(f"{shard}: ")
-    leftovers = (*folder.glob("*.tmp"), *(folder / GROUPS_NAME).glob("*.tmp"), *folder.glob("*/*.rejected"))
-    return StageCheck(folder, manifest, bad, frozenset(good), tuple(sorted(leftovers)))
+    leftovers = sorted(found for pattern in _LEFTOVERS for found in folder.glob(pattern))
+    return StageCheck(folder, manifest, bad, frozenset(good), (*leftovers, *cache_paths(folder)))
 
 
 def repair_stage(path: str | Path) -> StageCheck:
