@@ -245,7 +245,10 @@ class StageMaker:
             )
             difference = manifest.first_difference(expected)
             if difference is not None:
-                raise StageError(f"{folder} was generated with other settings: {difference} (stored → now). {way_out}")
+                raise StageError(
+                    f"{folder} was generated with other settings: {difference} (stored → now). Restore them, or "
+                    "remove the folder and resume from a checkpoint at its stage's beginning."
+                )
         return reader
 
     @property
@@ -471,6 +474,11 @@ class StageMaker:
         return [ids[:PROBE_TOKENS].tolist() for ids in self._prompt_ids(indices) if len(ids) > 1]
 
     def _compare_probes(self, engine: Engine, probes: list[list[int]], expected: list[torch.Tensor]) -> None:
+        if not all(logps.isfinite().all() for logps in expected):
+            raise EngineError(
+                "The policy's own log-probs of the probe tokens are not finite: its weights are damaged. Load others, "
+                "or resume from an earlier checkpoint."
+            )
         scored = engine.score(probes)
         differences = np.concatenate(
             [np.abs(ours.numpy() - theirs) for ours, theirs in zip(expected, scored, strict=True)] or [np.zeros(1)]

@@ -288,6 +288,34 @@ def test_b16_missing_logprob_excludes_that_token_alone() -> None:
     assert metrics["ratio/positive_mean"] == 1.0  # not pulled towards the left-out token
 
 
+ANCHORS = st.sampled_from([-0.5, -1.0, -3.0, -60.0, None, -1000.0, -9999.0, -1e30, -INF, INF])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(ANCHORS, min_size=1, max_size=6), st.sampled_from([-1.5, 2.0]), st.sampled_from(SCOPES))
+def test_b16_b17_tokens_without_usable_log_probs_only_lengthen_the_response(anchors, advantage, scope) -> None:
+    """Wherever they stand: objective and gradient are those of the other tokens, over the length of all of them."""
+    behavior = torch.tensor([[NAN if anchor is None else anchor for anchor in anchors]])
+    usable = (behavior > -1000) & behavior.isfinite()
+    policy = torch.linspace(-20, -0.1, len(anchors), dtype=torch.float64)[None].requires_grad_()
+    advantages, share = torch.tensor([advantage]).double(), int(usable.sum()) / len(anchors)
+    every = LossInputs(policy, behavior, advantages, torch.ones_like(usable))
+    outputs = mu_grpo(every, veto_scope=scope)
+    assert sums(outputs)["unusable_tokens"] == len(anchors) - int(usable.sum())
+    if not usable.any():
+        assert outputs.objective.item() == 0.0 and not gradient(every, outputs).any()
+        return
+    rest = LossInputs(
+        policy[usable][None], behavior[usable][None], advantages, torch.ones(1, int(usable.sum())).bool()
+    )
+    expected = mu_grpo(rest, veto_scope=scope)
+    close(outputs.objective, share * expected.objective.item())
+    (grad,) = torch.autograd.grad(expected.objective, policy)
+    close(gradient(every, outputs), share * grad)
+    assert not gradient(every, outputs)[~usable].any()
+    assert sums(outputs)["trigger_tokens"] == sums(expected)["trigger_tokens"]
+
+
 def test_garbage_at_padding_reaches_neither_value_nor_gradient_nor_sums() -> None:
     clean = batch([[0.2, -0.1, 0.0]], [-1.0], lengths=[2], ref_logps=[[-1.0, -2.0, -1.0]], entropies=[[1.0, 2.0, 9.0]])
     for garbage in (NAN, INF, -INF):
@@ -640,6 +668,35 @@ def test_advantages_of_a_group_sum_to_zero_and_do_not_depend_on_its_neighbours(r
     stacked = group_advantages(torch.stack([group, group.flip(0)]), scale=scale)
     close(stacked[0], advantages)
     close(stacked[1], advantages.flip(0))
+
+
+REWARDS = st.one_of(st.floats(-1e6, 1e6), st.sampled_from([0.0, 0.1, 1 / 3, 1.0, NAN, INF, -INF]))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(REWARDS, min_size=1, max_size=9), st.booleans())
+def test_b40_b45_unscorable_responses_change_no_advantage_and_signs_are_those_of_the_rewards(rewards, scale) -> None:
+    group = torch.tensor(rewards, dtype=torch.float64)
+    scored = group.isfinite()
+    advantages = group_advantages(group, scale=scale)
+    assert not advantages[~scored].any()
+    close(advantages[scored], group_advantages(group[scored], scale=scale) if scored.any() else group[scored])
+    values = group[scored]
+    if len(values) < 2 or values.max() - values.min() <= 1e-7 * values.abs().max():
+        assert not advantages.any()
+    elif values.max() - values.min() > 1e-5 * values.abs().max():
+        assert advantages[scored][values.argmax()] == advantages.max() > 0
+        assert advantages[scored][values.argmin()] == advantages.min() < 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.floats(1e-3, 1e6), st.integers(2, 16), st.sampled_from([torch.float32, torch.float64]), st.data())
+def test_b45_no_rounding_of_equal_rewards_leaves_an_advantage(value, size, dtype, data) -> None:
+    steps = data.draw(st.lists(st.integers(-2, 2), min_size=size, max_size=size))
+    last = torch.finfo(dtype).eps
+    rewards = torch.tensor([value * (1 + step * last) for step in steps], dtype=dtype)
+    for scale in (True, False):
+        assert group_advantages(rewards, scale=scale).tolist() == [0.0] * size
 
 
 # Diagnostics

@@ -61,6 +61,19 @@ def scaled(completions, scale, **kwargs):
     return [scale * len(completion) for completion in completions]
 
 
+def hides_that_it_is_async(**kwargs):
+    return lengths_later(**kwargs)
+
+
+class Judge:
+    async def later(self, completions, scale=1.0, **kwargs):
+        return tuple(scale * value for value in await lengths_later(completions))
+
+    @staticmethod
+    def now(completions, **kwargs):
+        return np.array(lengths(completions))
+
+
 def hang_in_pool(**kwargs):
     time.sleep(100)
 
@@ -83,6 +96,23 @@ def test_b42_every_kind_of_callable_is_called_and_keeps_the_order(make):
         factor = 2.0 if name == "scaled" else 1.0
         assert scores[name].tolist() == [factor, 3 * factor, 2 * factor]
         assert scores[name].dtype == np.float64
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "factor"),
+    [
+        (hides_that_it_is_async, "hides_that_it_is_async", 1),
+        (lambda **kwargs: lengths_later(**kwargs), "<lambda>", 1),
+        (Judge().later, "later", 1),
+        (Judge.now, "now", 1),
+        (functools.partial(Judge().later, scale=3), "later", 3),
+        (functools.partial(functools.partial(scaled), scale=2), "scaled", 2),
+        (functools.partial(LengthsLater()), "LengthsLater", 1),
+        (functools.wraps(scaled)(lambda **kwargs: lengths(**kwargs)), "scaled", 1),
+    ],
+)
+def test_b42_odd_callables_are_called_too(make, function, name, factor):
+    assert score(make(function), completions=["a", "bbb"])[name].tolist() == [factor, 3 * factor]
 
 
 def test_functions_get_the_arguments_that_trl_passes(make):

@@ -181,6 +181,18 @@ def test_b09_cut_or_empty_last_box_is_no_answer(response):
 
 
 @pytest.mark.parametrize(
+    "last", [r"\boxed{42}", r"\boxed{\frac{84}{2}}", r"\fbox{42}", r"\boxed {\text{answer: } 42}", r"\boxed{\{42\}}"]
+)
+def test_b09_a_response_cut_anywhere_within_its_last_box_gives_no_answer(last):
+    whole = rf"First \boxed{{42}}, checked again. Finally {last}"
+    start = len(whole) - len(last)
+    assert all(extract_answer(whole[:length]) == "42" for length in range(len(r"First \boxed{42}"), start + 1))
+    cut = [whole[:length] for length in range(start + len(r"\box" if "boxed" in last else r"\fbo"), len(whole))]
+    assert [text for text in cut if extract_answer(text) is not None] == []
+    assert extract_answer(whole) == last[last.index("{") + 1 : -1].strip()
+
+
+@pytest.mark.parametrize(
     "response", [r"so \boxed{42}. Let me ver", r"\boxed{42} (as asked in \boxed form)", "\\fbox\n{42}"]
 )
 def test_b09_complete_last_box_counts_whatever_follows(response):

@@ -33,6 +33,7 @@ from mu_grpo_trl.stage import (
     load_stage,
     read_manifest,
 )
+from mu_grpo_trl.stage.repair import check_stage
 from mu_grpo_trl.stage.schema import SCHEMA_VERSION, shard_paths
 
 fork = multiprocessing.get_context("fork")
@@ -846,6 +847,27 @@ def test_load_stage_is_in_the_order_of_groups_and_samples(tmp_path):
         "finish_reason": "stop",
         "policy_version": "step-0",
     }
+
+
+@pytest.mark.parametrize("allow_filling", [False, True])
+def test_what_datasets_caches_of_an_opened_stage_does_no_harm(tmp_path, allow_filling):
+    fill_stage(tmp_path)
+    if allow_filling:
+        StageWriter.resume(tmp_path, read_manifest(tmp_path).with_status("filling")).close()
+    dataset = load_stage(tmp_path, allow_filling=allow_filling)
+    assert dataset.filter(lambda row: row["group"] > 1).num_rows == 8
+    dataset.map(lambda row: {"length": len(row["completion_ids"])})
+    dataset.sort("reward").shuffle(seed=1).flatten_indices()
+    assert len(list((tmp_path / "groups").glob("cache-*.arrow"))) >= 2
+    assert len(StageReader(tmp_path, verify=True, allow_filling=allow_filling)) == 6
+    assert load_stage(tmp_path, verify=True, allow_filling=allow_filling)[:] == dataset[:]
+    found = check_stage(tmp_path)
+    assert not found.problems and not found.missing_groups
+    assert {path.name.split("-")[0] for path in found.leftovers} == {"cache"}
+    writer = StageWriter.resume(tmp_path, found.manifest)
+    assert writer.done_groups == set(range(6))
+    writer.close()
+    assert not list((tmp_path / "groups").glob("*.rejected"))
 
 
 def test_load_stage_works_from_any_folder_and_leaves_for_others(tmp_path, monkeypatch):

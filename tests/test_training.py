@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import logging
+import re
 import shutil
 import sys
 import time
@@ -33,6 +34,7 @@ from mu_grpo_trl.anchors import AnchorStore
 from mu_grpo_trl.hub import NOT_UPLOADED, without_stages
 from mu_grpo_trl.report import completions as completion_report
 from mu_grpo_trl.rewards.functions import RewardError
+from mu_grpo_trl.rollout.engine import EngineError
 from mu_grpo_trl.stage.reader import StageReader
 from mu_grpo_trl.stage.schema import StageError, read_manifest
 from mu_grpo_trl.telemetry import KINDS, Telemetry, peak_flops
@@ -257,6 +259,26 @@ def test_b31_a_stage_left_by_a_run_with_other_settings_is_not_used(policy, tmp_p
     train(short(policy, tmp_path))
     with pytest.raises(StageError, match="holds another stage: .*seed.*42 → 43"):
         train(short(policy, tmp_path, seed=43))
+
+
+def test_a_run_made_longer_goes_on_from_the_end_of_its_last_whole_stage(policy, tmp_path):
+    short_spec = short(policy, tmp_path / "run", max_steps=3, save_strategy="steps", save_steps=1)
+    train(short_spec)
+    longer = {**short_spec, "max_steps": 6}
+    with pytest.raises(StageError, match="num_updates: 1 → 2.*remove the folder and resume from .*stage's beginning"):
+        train(longer, resume=True)
+    shutil.rmtree(tmp_path / "run/stages/stage-001")
+    resumed = train(longer, resume=str(tmp_path / "run/checkpoint-2"))
+    whole = train({**longer, "output_dir": str(tmp_path / "whole")})
+    assert_equal_weights(whole_weights(resumed), whole_weights(whole))
+
+
+def test_damaged_weights_are_named_as_such(policy, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(policy)
+    with torch.no_grad():
+        model.lm_head.weight[0] = torch.nan
+    with pytest.raises(EngineError, match="The policy's own log-probs .* not finite: its weights are damaged"):
+        make_trainer({**short(policy, tmp_path), "model": model}).train()
 
 
 @pytest.mark.parametrize("num_responses", [0, 1, 5])
@@ -738,10 +760,25 @@ def test_b32_batches_that_do_not_fit_are_refused_with_the_numbers(ranks, options
         MuGRPOConfig(**config_options(tmp_path, **options))
 
 
-def test_b32_seven_ranks_share_an_update_that_they_do_not_divide(tmp_path, monkeypatch):
-    monkeypatch.setattr(MuGRPOConfig, "world_size", 7)
-    config = MuGRPOConfig(**config_options(tmp_path, prompts_per_update=32, num_generations=8))
-    assert config.prompts_per_update * config.num_generations % 7 != 0
+@pytest.mark.parametrize(
+    ("ranks", "prompts", "size"), [(7, 32, 8), (3, 5, 4), (6, 1, 8), (5, 3, 2), (2, 1, 2), (64, 8, 8), (1, 1, 3)]
+)
+def test_b32_ranks_share_an_update_that_they_need_not_divide(ranks, prompts, size, tmp_path, monkeypatch):
+    monkeypatch.setattr(MuGRPOConfig, "world_size", ranks)
+    config = MuGRPOConfig(**config_options(tmp_path, prompts_per_update=prompts, num_generations=size))
+    assert (config.prompts_per_update, config.num_generations) == (prompts, size)
+    assert config.steps_per_generation is None and config.generation_batch_size is None
+
+
+@pytest.mark.parametrize(("ranks", "prompts", "size"), [(7, 3, 2), (8, 1, 4), (64, 7, 8), (3, 1, 2)])
+def test_b32_the_size_that_the_error_names_is_the_smallest_that_works(ranks, prompts, size, tmp_path, monkeypatch):
+    monkeypatch.setattr(MuGRPOConfig, "world_size", ranks)
+    with pytest.raises(ValueError, match=f"the {ranks} ranks") as refused:
+        MuGRPOConfig(**config_options(tmp_path, prompts_per_update=prompts, num_generations=size))
+    named = int(re.search(r"to at least (\d+)", str(refused.value)).group(1))
+    MuGRPOConfig(**config_options(tmp_path, prompts_per_update=named, num_generations=size))
+    with pytest.raises(ValueError, match="ranks"):
+        MuGRPOConfig(**config_options(tmp_path, prompts_per_update=named - 1 or 1, num_generations=size))
 
 
 # What a run leaves behind

@@ -289,7 +289,8 @@ class RewardFunctions:
         if is_async_callable(function):
             return self._call_async(name, function, kwargs)
         with self._one_call[name]:
-            return self._within_limit(name, _in_thread(f"mu-grpo-{name}", function, **kwargs), self.timeout_s)
+            call = _in_thread(f"mu-grpo-{name}", _result, function, kwargs)
+            return self._within_limit(name, call, self.timeout_s)
 
     def _call_async(self, name: str, function: Callable[..., Awaitable[Any]], kwargs: dict[str, Any]) -> Any:
         for _ in range(_ASYNC_ATTEMPTS):
@@ -489,6 +490,12 @@ class _BackgroundLoop:
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+def _result(function: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+    """What `function` returns, or what comes of the coroutine it returns (a decorator may hide that it is async)."""
+    result = function(**kwargs)
+    return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
 def _in_thread(thread: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:

@@ -285,6 +285,8 @@ class StageReader:
 def load_stage(path: str | Path, verify: bool = False, allow_filling: bool = False) -> Dataset:
     """A stage as a memory-mapped `datasets.Dataset`, one row a response, ordered by (group, sample).
 
+    What `map` or `filter` make of it, `datasets` keeps as `groups/cache-*.arrow`, which no stage reads.
+
     Args:
         path (`str` or `Path`): the stage folder.
         verify (`bool`, defaults to `False`): compare every shard's bytes with the digest in its name.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,12 +20,16 @@ from .schema import (
     ManifestLostError,
     StageError,
     arrow_schema,
+    cache_paths,
     read_manifest,
     shard_paths,
 )
 from .writer import MAX_LOGP, StageWriter
 
 logger = logging.getLogger(__name__)
+
+_LEFTOVERS = ("*.tmp", f"{GROUPS_NAME}/*.tmp", "*/*.rejected")
+_BETWEEN = ("", "*/", "*/*/")  # what may lie between a folder that was named and the stages below it
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,8 @@ class StageCheck:
         manifest (`Manifest`): its manifest.
         bad_shards (`dict[Path, str]`): shards that cannot be trusted, and why.
         good_groups (`frozenset[int]`): groups that are whole in trusted shards.
-        leftovers (`tuple[Path, ...]`): temporary files of a killed write, and shards set aside before; harmless.
+        leftovers (`tuple[Path, ...]`): temporary files of a killed write, shards set aside before, and caches of
+            `datasets`; harmless.
     """
 
     path: Path
@@ -74,7 +80,9 @@ def find_stage(path: str | Path) -> Path:
         raise StageError(f"{folder} is no folder. Give a stage's, such as runs/NAME/stages/stage-000.")
     if (folder / MANIFEST_NAME).exists() or (folder / GROUPS_NAME).is_dir():
         return folder
-    below = sorted(found.parent for found in folder.glob(f"**/stage-*/{GROUPS_NAME}"))
+    below: list[Path] = []
+    with suppress(OSError):  # a folder may vanish meanwhile
+        below = sorted(found.parent for above in _BETWEEN for found in folder.glob(f"{above}stage-*/{GROUPS_NAME}"))
     hint = f"Give one of {', '.join(map(str, below))}" if below else "Give one such as runs/NAME/stages/stage-000"
     raise StageError(f"{folder} is no stage: it has neither {MANIFEST_NAME} nor {GROUPS_NAME}/. {hint}.")
 
@@ -105,8 +113,8 @@ def check_stage(path: str | Path) -> StageCheck:
             good |= _checked_groups(shard, manifest, good)
         except StageError as error:
             bad[shard] = str(error).removeprefix(f"{shard}: ")
-    leftovers = (*folder.glob("*.tmp"), *(folder / GROUPS_NAME).glob("*.tmp"), *folder.glob("*/*.rejected"))
-    return StageCheck(folder, manifest, bad, frozenset(good), tuple(sorted(leftovers)))
+    leftovers = sorted(found for pattern in _LEFTOVERS for found in folder.glob(pattern))
+    return StageCheck(folder, manifest, bad, frozenset(good), (*leftovers, *cache_paths(folder)))
 
 
 def repair_stage(path: str | Path) -> StageCheck:

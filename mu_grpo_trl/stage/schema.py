@@ -297,8 +297,13 @@ class ShardName:
 
 
 def shard_paths(path: Path) -> list[Path]:
-    """The files in the stage's `groups/` that end in `.arrow`, by name."""
-    return sorted((path / GROUPS_NAME).glob("*.arrow"))
+    """The files in the stage's `groups/` that end in `.arrow`, by name, without [`cache_paths`]."""
+    return sorted(set((path / GROUPS_NAME).glob("*.arrow")) - set(cache_paths(path)))
+
+
+def cache_paths(path: Path) -> list[Path]:
+    """What `datasets` keeps beside the shards of an opened stage: the results of `map`, `filter` and the like."""
+    return sorted((path / GROUPS_NAME).glob("cache-*.arrow"))
 
 
 def arrow_schema(reward_names: Sequence[str], fingerprint: str) -> pa.Schema:
