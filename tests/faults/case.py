@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import json
 import os
 import re
 import shutil
@@ -224,14 +223,21 @@ class Running:
                 raise Unexpected(f"the run ended before “{place}” ({calls}):\n{self.log[-3000:]}")
             time.sleep(0.005)
 
-    def kill_after(self, seconds: float, ranks: Sequence[int] = (0,)) -> bool:
-        """`kill -9` so long after the trainer was made; whether a process was still there."""
+    def kill_at(self, line: int, delay_s: float, ranks: Sequence[int] = (0,)) -> None:
+        """`kill -9` a moment after the journal got so many lines, if the run is still there."""
+        while self._case.journal_lines() < line and any(process.exitcode is None for process in self.processes):
+            time.sleep(0.002)
+        time.sleep(delay_s)
+        for rank in ranks:
+            if self.processes[rank].exitcode is None:
+                self.kill(rank)
+
+    def kill_after(self, seconds: float) -> None:
+        """`kill -9` so long after the trainer was made, if it is still there."""
         self.wait_for("trainer made")
-        self.processes[ranks[0]].join(seconds)
-        alive = [rank for rank in ranks if self.processes[rank].exitcode is None]
-        for rank in alive:
-            self.kill(rank)
-        return bool(alive)
+        self.processes[0].join(seconds)
+        if self.processes[0].exitcode is None:
+            self.kill()
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> Ended:
         """Wait for all, and note what they left."""
@@ -335,6 +341,11 @@ class Case:
     def note_end(self, ended: Ended) -> Ended:
         self.ended.append(ended)
         return ended
+
+    def journal_lines(self) -> int:
+        """Lines of the journal since the last start."""
+        path = self.folder / worker.JOURNAL
+        return (path.read_bytes().count(b"\n") if path.exists() else 0) - self._segments[-1]
 
     def count(self, place: str) -> int:
         """Calls of a place since the last start."""
@@ -472,17 +483,12 @@ class Lab:
                 case = Case(self, folder, setting)
                 case.go()
                 case.close()
-                times = [
-                    entry["time"]
-                    for entry in worker.read_journal(folder)
-                    if entry.get("at") in ("trainer made", "end")
-                ]
-                (folder / "finished").write_text(json.dumps(max(times) - min(times)))
+                (folder / "finished").touch()
         return folder / OUTPUT
 
-    def duration_s(self, setting: Setting) -> float:
-        """Seconds that the undisturbed run took, from the trainer's construction to the last file."""
-        return json.loads((self.undisturbed(setting).parent / "finished").read_text())
+    def num_lines(self, setting: Setting) -> int:
+        """Lines that the journal of the undisturbed run has."""
+        return len(worker.read_journal(self.undisturbed(setting).parent))
 
     def case(self, name: str, setting: Setting) -> Case:
         """A case in a new folder."""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import random
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .case import BITWISE, Case, Fault, Recovers, Setting, Unexpected
+from .case import BITWISE, Case, Ended, Fault, Recovers, Setting, Unexpected
 from .worker import At, die, flush_each_batch, last_moment
 
 RANDOM_KILLS = 40
 ZERO3_KILLS = 8
 ZERO3 = Setting(zero3=True, ranks=2)
-_QUICKER = (1.0, 0.8, 0.6, 0.45, 0.3)
-"""A run that is quicker than the undisturbed one was ends before the kill: tried again with a shorter wait."""
+MAX_DELAY_S = 0.02
 
 
 def _half_written(path: Path, data: Any) -> None:
@@ -89,24 +89,35 @@ FAULTS = [
 ]
 
 
-def _moment_of(case: Case, number: int) -> float:
-    """The share of the undisturbed run's time after which kill `number` comes: one draw in each of as many slices."""
-    draw = random.Random(f"{case.lab.seed}-{number}").random()
-    return (number + draw) / RANDOM_KILLS
+def _moment_of(case: Case, number: int, slices: int) -> tuple[int, float]:
+    """
+    Where kill `number` comes: a line of the journal, drawn from one of as many equal slices of the undisturbed run's,
+    and the seconds after it.
+    """
+    draw = random.Random(f"{case.lab.seed}-{case.setting.zero3}-{number}")
+    line = int(case.lab.num_lines(case.setting) * (number + draw.random()) / slices)
+    return line, draw.uniform(0, MAX_DELAY_S)
+
+
+def _killed_at_random(case: Case, number: int, slices: int, ranks: Sequence[int] = (0,)) -> Ended:
+    """Start the run and kill it; one that had fewer lines than the undisturbed run, and so ended first, once more."""
+    line, delay_s = _moment_of(case, number, slices)
+    for earlier in range(0, 20, 5):
+        running = case.start()
+        running.kill_at(max(1, line - earlier), delay_s, ranks)
+        ended = running.wait()
+        if -signal.SIGKILL in ended.exitcodes:
+            share = line / case.lab.num_lines(case.setting)
+            moment = last_moment(case.folder, running.processes[ranks[0]].pid)
+            case.notes.append(f"rank {' and '.join(map(str, ranks))} killed at {share:.0%}: {moment}")
+            return ended
+        case.start_over()
+    raise Unexpected("it always ended before the kill")
 
 
 def _random_kill(number: int) -> Any:
     def run(case: Case) -> None:
-        share = _moment_of(case, number)
-        for quicker in _QUICKER:
-            running = case.start()
-            running.kill_after(share * quicker * case.lab.duration_s(case.setting))
-            if running.wait().exitcode == -signal.SIGKILL:
-                break
-            case.start_over()
-        else:
-            raise Unexpected("it always ended before the kill")
-        case.notes.append(f"killed at {share * quicker:.0%}: {last_moment(case.folder, running.processes[0].pid)}")
+        _killed_at_random(case, number, RANDOM_KILLS)
         case.go()
 
     return run
@@ -120,22 +131,8 @@ RANDOM = [
 
 def _zero3_kill(number: int) -> Any:
     def run(case: Case) -> None:
-        share = (number + random.Random(f"{case.lab.seed}-zero3-{number}").random()) / ZERO3_KILLS
-        victims = [(0,), (1,), (0, 1)][number % 3]
-        for quicker in _QUICKER:
-            running = case.start()
-            running.kill_after(share * quicker * case.lab.duration_s(case.setting), victims)
-            ended = running.wait()
-            if -signal.SIGKILL in ended.exitcodes:
-                break
-            case.start_over()
-        else:
-            raise Unexpected("it always ended before the kill")
-        case.notes.append(
-            f"rank {' and '.join(map(str, victims))} killed at {share * quicker:.0%}: "
-            f"{last_moment(case.folder, running.processes[victims[0]].pid)}; "
-            f"all ranks ended within {max(ended.ended_s) - min(ended.ended_s):.1f} s"
-        )
+        ended = _killed_at_random(case, number, ZERO3_KILLS, [(0,), (1,), (0, 1)][number % 3])
+        case.notes.append(f"all ranks ended within {max(ended.ended_s) - min(ended.ended_s):.1f} s")
         case.go()
 
     return run

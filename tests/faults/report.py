@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from helpers import REPOSITORY
 
 from .case import Result
-from .kills import RANDOM_KILLS, ZERO3_KILLS
+from .kills import MAX_DELAY_S, RANDOM_KILLS, ZERO3_KILLS
 from .soak import MAX_RSS_GROWTH
 
 PATH = REPOSITORY / "docs" / "reliability.md"
@@ -37,8 +37,10 @@ four prompts of four responses each, a checkpoint every two updates.
 
 _NOTES = {
     "Random kills": (
-        f"`kill -9` of a single process with the in-process engine: one in each of {RANDOM_KILLS} equal slices of the "
-        "run's time from the trainer's construction to its last file, at a moment drawn from the seed."
+        f"`kill -9` of a single process with the in-process engine: one in each of {RANDOM_KILLS} equal slices of "
+        "what the undisturbed run notes in its journal (each batch generated, group scored, file written, update, "
+        "micro-batch, part of a checkpoint), at an entry drawn from the seed and up to "
+        f"{MAX_DELAY_S * 1000:.0f} ms after it."
     ),
     "Kills under ZeRO-3": (
         f"Two processes under DeepSpeed ZeRO-3, {ZERO3_KILLS} slices; rank 0, rank 1 or both are killed. Nobody ends "

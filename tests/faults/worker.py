@@ -289,7 +289,8 @@ def _note_work(journal: Journal) -> None:
 
 def last_moment(folder: Path, pid: int | None) -> str:
     """The last place that a process of the run in `folder` noted."""
-    last = [entry for entry in read_journal(folder) if entry.get("pid") == pid][-1]
+    entries = [entry for entry in read_journal(folder) if entry.get("pid") == pid]
+    last = entries[-1] if entries else {"at": "nothing noted yet"}
     return last["at"] + (f" ({last['call']})" if "call" in last else "")
 
 
