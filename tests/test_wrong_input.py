@@ -254,7 +254,7 @@ def test_an_unknown_command_names_the_known_ones(arguments, capsys):
     with pytest.raises(SystemExit) as end:
         cli(arguments)
     assert end.value.code == 2
-    assert "{train,quickstart}" in capsys.readouterr().err
+    assert "{train,stage,quickstart}" in capsys.readouterr().err
 
 
 def test_rewards_may_lie_in_the_working_directory(tmp_path, policy, no_model, monkeypatch):
@@ -370,7 +370,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, policy, no_mode
         make(tmp_path / "out", policy, stage_dir=str(tmp_path / "file" / "stages"))
 
 
-@pytest.mark.parametrize("manifest", ["", "{}", '{"schema_version": 99}'])
+@pytest.mark.parametrize("manifest", ["{}", "[]", "null", '"x"', '{"schema_version": 99}'])
 def test_b31_a_stage_folder_that_cannot_be_read_is_refused(tmp_path, policy, no_model, manifest):
     folder = tmp_path / "stages" / "stage-000"
     folder.mkdir(parents=True)
