@@ -411,6 +411,13 @@ class DeafStub(StubVLLM):
         return web.json_response({"results": [None]})
 
 
+class BlindStub(StubVLLM):
+    """Finds no weights in the folder that it is to load."""
+
+    async def _on_reload(self, request: web.Request) -> web.Response:
+        return web.json_response({"message": "Call to collective_rpc method failed: no weights in it"}, status=500)
+
+
 @pytest.fixture
 def serve(tmp_path) -> Iterator[Callable[..., StubVLLM]]:
     servers: list[StubVLLM] = []
@@ -479,7 +486,7 @@ def test_one_bad_server_among_good_ones_is_found(tmp_path, policy, no_model, ser
 
 
 def test_a_server_that_cannot_load_the_policy_stops_the_run_before_anything_is_generated(tmp_path, policy, serve):
-    stub = serve()  # it cannot read safetensors
+    stub = serve(BlindStub)
     trainer = make(tmp_path, policy, **server_options(stub.url))
     with pytest.raises(EngineError, match="no weights in"):
         trainer.train()
