@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -25,7 +26,7 @@ from mu_grpo_trl import MathReward, MuGRPOConfig, MuGRPOTrainer
 from mu_grpo_trl.cli import main as cli
 from mu_grpo_trl.rollout.engine import EngineError
 from mu_grpo_trl.stage.schema import StageError
-from mu_grpo_trl.train import check_recipe, make_trainer, parse, resume_point
+from mu_grpo_trl.train import adapter, check_recipe, make_trainer, parse, resume_point
 
 SERVER_CONTEXT = 64
 
@@ -133,6 +134,22 @@ def test_values_that_yaml_takes_for_text_are_numbers_and_one_name_is_a_list(tmp_
     assert (config.stage_updates, config.prompts_per_update, config.reward_weights) == (16, 4, [0.1])
     assert (script.reward_funcs, model.lora_dropout) == (["math"], 0.0)
     assert os.environ.pop("MU_GRPO_TEST_VARIABLE") == "3"
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        ("q_proj", {"q_proj"}),
+        ("[q_proj, v_proj]", {"q_proj", "v_proj"}),
+        ("all-linear", "all-linear"),
+        ("'.*o_proj'", ""),
+    ],
+)
+def test_target_modules_of_a_recipe_are_names_and_patterns(tmp_path, targets, expected):
+    text = f"use_cpu: true\nbf16: false\noutput_dir: out\nuse_peft: true\nlora_target_modules: {targets}\n"
+    _, _, model = parse(["--config", str(write_recipe(tmp_path, text))])
+    assert adapter(model).target_modules == (expected or ".*o_proj")
+    assert adapter(dataclasses.replace(model, use_peft=False)) is None
 
 
 def test_a_missing_recipe_is_named(tmp_path):
