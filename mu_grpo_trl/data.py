@@ -265,13 +265,6 @@ def tokenize_prompts(
     return [_without_second_bos(ids, tokenizer.bos_token_id) for ids in rows]
 
 
-def tokenize_prompt(
-    example: dict[str, Any], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict[str, Any] | None = None
-) -> list[int]:
-    """Token ids of `example["prompt"]`; see [`tokenize_prompts`]."""
-    return tokenize_prompts([example["prompt"]], tokenizer, chat_template_kwargs)[0]
-
-
 @dataclass(frozen=True)
 class PromptReport:
     """

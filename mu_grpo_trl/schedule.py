@@ -108,11 +108,6 @@ class Schedule:
             return np.arange(start, stop, dtype=np.int64)
         return self._permutation(self.num_groups(stage), _STAGE_ORDER_STREAM, stage)[start:stop]
 
-    def epoch_of(self, update: int) -> float:
-        """Passes over the dataset made before an update (after the run for `update == num_updates`)."""
-        self._check("update", update, self.num_updates + 1)
-        return update * self.prompts_per_update / self.num_prompts
-
     def stage_seed(self, stage: int) -> int:
         """Sampling seed of a stage, in [0, 2⁶³)."""
         self._check("stage", stage, self.num_stages)

@@ -230,8 +230,16 @@ def make_trainer(script: ScriptArguments, config: MuGRPOConfig, model: ModelConf
         reward_funcs=rewards,
         args=config,
         train_dataset=dataset,
-        peft_config=get_peft_config(model),
+        peft_config=adapter(model),
     )
+
+
+def adapter(model: ModelConfig) -> Any:
+    """The recipe's `LoraConfig`, or None. TRL turns one target module into text, which PEFT reads as a pattern."""
+    config: Any = get_peft_config(model)
+    if config is not None and isinstance(config.target_modules, str) and config.target_modules.isidentifier():
+        config.target_modules = {config.target_modules}
+    return config
 
 
 def resume_point(script: ScriptArguments, config: MuGRPOConfig) -> str | None:

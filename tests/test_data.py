@@ -29,7 +29,6 @@ from mu_grpo_trl.data import (
     load_prompts,
     materialize_stream,
     normalize_answers,
-    tokenize_prompt,
     tokenize_prompts,
     tokenizer_hash,
 )
@@ -471,7 +470,7 @@ def test_conversations_are_tokenized_as_trl_does(template, kwargs):
 def test_one_prompt_alone_has_the_ids_it_has_in_a_batch():
     tokenizer = byte_tokenizer(CHAT_WITH_BOS)
     prompts = [user("a"), user("bcd"), user("e" * 50)]
-    alone = [tokenize_prompt({"prompt": prompt}, tokenizer) for prompt in prompts]
+    alone = [tokenize_prompts([prompt], tokenizer)[0] for prompt in prompts]
     assert alone == tokenize_prompts(prompts, tokenizer)
 
 

@@ -44,7 +44,6 @@ def test_worked_example_without_shuffling() -> None:
     assert [schedule.num_groups(stage) for stage in range(3)] == [4, 4, 2]
     assert [schedule.prompt_indices(stage).tolist() for stage in range(3)] == [[0, 1, 2, 3], [4, 0, 1, 2], [3, 4]]
     assert [schedule.update_groups(update).tolist() for update in range(5)] == [[0, 1], [2, 3], [0, 1], [2, 3], [0, 1]]
-    assert [schedule.epoch_of(update) for update in (0, 1, 5)] == [0.0, 0.4, 2.0]
 
 
 @settings(max_examples=150, deadline=None)
@@ -220,7 +219,6 @@ def test_stages_and_updates_outside_the_run_are_refused() -> None:
         (schedule.updates_in, 2),
         (schedule.update_groups, 3),
         (schedule.stage_of, -1),
-        (schedule.epoch_of, 4),
     ]:
         with pytest.raises(ValueError, match=f"{value} is not part of the run"):
             call(value)

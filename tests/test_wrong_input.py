@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -25,7 +26,7 @@ from mu_grpo_trl import MathReward, MuGRPOConfig, MuGRPOTrainer
 from mu_grpo_trl.cli import main as cli
 from mu_grpo_trl.rollout.engine import EngineError
 from mu_grpo_trl.stage.schema import StageError
-from mu_grpo_trl.train import check_recipe, make_trainer, parse, resume_point
+from mu_grpo_trl.train import adapter, check_recipe, make_trainer, parse, resume_point
 
 SERVER_CONTEXT = 64
 
@@ -133,6 +134,22 @@ def test_values_that_yaml_takes_for_text_are_numbers_and_one_name_is_a_list(tmp_
     assert (config.stage_updates, config.prompts_per_update, config.reward_weights) == (16, 4, [0.1])
     assert (script.reward_funcs, model.lora_dropout) == (["math"], 0.0)
     assert os.environ.pop("MU_GRPO_TEST_VARIABLE") == "3"
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        ("q_proj", {"q_proj"}),
+        ("[q_proj, v_proj]", {"q_proj", "v_proj"}),
+        ("all-linear", "all-linear"),
+        ("'.*o_proj'", ""),
+    ],
+)
+def test_target_modules_of_a_recipe_are_names_and_patterns(tmp_path, targets, expected):
+    text = f"use_cpu: true\nbf16: false\noutput_dir: out\nuse_peft: true\nlora_target_modules: {targets}\n"
+    _, _, model = parse(["--config", str(write_recipe(tmp_path, text))])
+    assert adapter(model).target_modules == (expected or ".*o_proj")
+    assert adapter(dataclasses.replace(model, use_peft=False)) is None
 
 
 def test_a_missing_recipe_is_named(tmp_path):
@@ -254,7 +271,7 @@ def test_an_unknown_command_names_the_known_ones(arguments, capsys):
     with pytest.raises(SystemExit) as end:
         cli(arguments)
     assert end.value.code == 2
-    assert "{train,quickstart}" in capsys.readouterr().err
+    assert "{train,stage,quickstart}" in capsys.readouterr().err
 
 
 def test_rewards_may_lie_in_the_working_directory(tmp_path, policy, no_model, monkeypatch):
@@ -370,7 +387,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, policy, no_mode
         make(tmp_path / "out", policy, stage_dir=str(tmp_path / "file" / "stages"))
 
 
-@pytest.mark.parametrize("manifest", ["", "{}", '{"schema_version": 99}'])
+@pytest.mark.parametrize("manifest", ["{}", "[]", "null", '"x"', '{"schema_version": 99}'])
 def test_b31_a_stage_folder_that_cannot_be_read_is_refused(tmp_path, policy, no_model, manifest):
     folder = tmp_path / "stages" / "stage-000"
     folder.mkdir(parents=True)
@@ -409,6 +426,13 @@ class DeafStub(StubVLLM):
     async def _on_reload(self, request: web.Request) -> web.Response:
         self.calls.append("reload_weights")
         return web.json_response({"results": [None]})
+
+
+class BlindStub(StubVLLM):
+    """Finds no weights in the folder that it is to load."""
+
+    async def _on_reload(self, request: web.Request) -> web.Response:
+        return web.json_response({"message": "Call to collective_rpc method failed: no weights in it"}, status=500)
 
 
 @pytest.fixture
@@ -479,7 +503,7 @@ def test_one_bad_server_among_good_ones_is_found(tmp_path, policy, no_model, ser
 
 
 def test_a_server_that_cannot_load_the_policy_stops_the_run_before_anything_is_generated(tmp_path, policy, serve):
-    stub = serve()  # it cannot read safetensors
+    stub = serve(BlindStub)
     trainer = make(tmp_path, policy, **server_options(stub.url))
     with pytest.raises(EngineError, match="no weights in"):
         trainer.train()
