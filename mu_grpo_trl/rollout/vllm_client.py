@@ -26,9 +26,6 @@ from .vllm_server import ClientOptions, Dispatch, Server, ServerFailure, retried
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_PARSERS = 2
-"""Threads that read answers: beside the event loop, not beside each other, for reading JSON holds the interpreter."""
-
 
 class VLLMEngine:
     """
@@ -58,7 +55,8 @@ class VLLMEngine:
         self._policy: Path | None = None
         self._policy_version = ""
         self._loop: _LoopThread | None = _LoopThread()
-        self._parsers = ThreadPoolExecutor(_PARSERS, thread_name_prefix="vllm-answers")
+        # One thread beside the event loop: reading JSON holds the interpreter, so that more would wait for each other.
+        self._reading = ThreadPoolExecutor(1, thread_name_prefix="vllm-answers")
 
     def check(self) -> None:
         """
@@ -150,7 +148,7 @@ class VLLMEngine:
         loop.cancel_all()
         loop.run(_gather(server.disconnect() for server in self._servers))
         loop.stop()
-        self._parsers.shutdown()
+        self._reading.shutdown()
         for process in managed:  # one that was just being started again on the loop's threads
             process.stop()
 
@@ -205,7 +203,7 @@ class VLLMEngine:
                     raise ServerFailure(f"{server.url}: {type(error).__name__}: {error}") from error
             vocab_size = self._options.vocab_size
             arguments = raw, request, sampling, server.model, vocab_size
-            parsed = asyncio.get_running_loop().run_in_executor(self._parsers, wire.parse_generation, *arguments)
+            parsed = asyncio.get_running_loop().run_in_executor(self._reading, wire.parse_generation, *arguments)
             return GroupResult(request.group, await parsed)
 
         return await retried(f"Group {request.group}", ask, self._options)
