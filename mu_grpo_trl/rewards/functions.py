@@ -294,30 +294,38 @@ class RewardFunctions:
 
     def _call_async(self, name: str, function: Callable[..., Awaitable[Any]], kwargs: dict[str, Any]) -> Any:
         for _ in range(_ASYNC_ATTEMPTS):
-            started = threading.Event()
-
-            async def limited(started: threading.Event = started) -> Any:
-                started.set()
-                scope = asyncio.timeout(self.timeout_s)
-                try:
-                    async with scope:
-                        return await function(**kwargs)
-                except TimeoutError:
-                    if scope.expired():
-                        raise self._over_limit() from None
-                    raise
-                except SystemExit as error:  # it would end the loop's thread
-                    raise RuntimeError(f"it raised SystemExit({error.code!r})") from error
-
+            outcome: Future[Any] = Future()
             loop = self._current_loop()
-            future = loop.submit(limited())
-            wait([future], self.timeout_s + _CANCEL_GRACE_S)
-            if not future.done():  # it ignores cancellation or blocks the loop, or another call does
+            loop.submit(self._settle(outcome, function, kwargs))
+            wait([outcome], self.timeout_s + _CANCEL_GRACE_S)
+            waited_in_vain = outcome.cancel()
+            if waited_in_vain or not outcome.done():  # a call blocks the loop, perhaps this one, or ignores its limit
                 self._abandon_loop(loop)
-            if future.done() or started.is_set():
-                return self._within_limit(name, future, 0.0)
-            future.cancel()
+            if not waited_in_vain:
+                return self._within_limit(name, outcome, 0.0)
         raise self._over_limit()
+
+    async def _settle(
+        self, outcome: Future[Any], function: Callable[..., Awaitable[Any]], kwargs: dict[str, Any]
+    ) -> None:
+        """
+        Give `outcome` what `function` returns or raises, unless it was cancelled before this began. The loop's own
+        future would have to wait for a turn of the loop, which the next call may block.
+        """
+        if not outcome.set_running_or_notify_cancel():
+            return
+        scope = asyncio.timeout(self.timeout_s)
+        try:
+            async with scope:
+                value = await function(**kwargs)
+        except TimeoutError as error:
+            outcome.set_exception(self._over_limit() if scope.expired() else error)
+        except SystemExit as error:  # it would end the loop's thread
+            outcome.set_exception(RuntimeError(f"it raised SystemExit({error.code!r})"))
+        except BaseException as error:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(value)
 
     def _current_loop(self) -> _BackgroundLoop:
         with self._lock:

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from stub_vllm import StubVLLM
 from workers.train_worker import digit_share
 
-from mu_grpo_trl.stage.schema import MANIFEST_NAME, ShardName, file_digest, read_manifest, shard_paths
+from mu_grpo_trl.stage.schema import FINGERPRINT_KEY, MANIFEST_NAME, ShardName, file_digest, read_manifest, shard_paths
 
 from . import worker
 from .servers import VLLM_PYTHON, ServerProcess, fake_vllm, save_policy
@@ -502,7 +502,7 @@ def different_tensors(one: Path, other: Path) -> list[str]:
 
 
 def flushed_rows(folder: Path) -> dict[tuple[int, int], str]:
-    """Digest of the rows of each `(seed of the stage, group)` in shards that are whole."""
+    """Digest of the rows of each `(seed of the stage, group)` in the shards that are whole and of their stage."""
     rows: dict[tuple[int, int], str] = {}
     for manifest_path in sorted(folder.glob(f"stages/stage-*/{MANIFEST_NAME}")):
         try:
@@ -515,6 +515,8 @@ def flushed_rows(folder: Path) -> dict[tuple[int, int], str]:
                 continue
             with pa.OSFile(str(shard)) as file, pa.ipc.open_stream(file) as stream:
                 table = stream.read_all()
+            if table.schema.metadata.get(FINGERPRINT_KEY) != manifest.fingerprint().encode():
+                continue
             for start in range(0, table.num_rows, manifest.num_generations):
                 group = table.slice(start, manifest.num_generations).to_pylist()
                 digest = hashlib.blake2b(repr(group).encode(), digest_size=8).hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,8 +27,6 @@ def _half_written(path: Path, data: Any) -> None:
 
 def _without_old_policy(temporary: Path, folder: Path) -> None:
     """The moment between the removal of what was in the policy's place and the rename."""
-    import shutil
-
     shutil.rmtree(folder, ignore_errors=True)
     die()
 
@@ -81,7 +80,7 @@ _MOMENTS: list[tuple[str, str, int, Any]] = [
 
 FAULTS = [
     *(
-        Fault("kill -9", moment, BITWISE, _killed(place, call, action), quick=place in ("flushing", "scoring"))
+        Fault("kill -9", moment, BITWISE, _killed(place, call, action), quick=place == "scoring")
         for moment, place, call, action in _MOMENTS
     ),
     Fault("kill -9, four times in a row", "twice while generating, scoring, updating", BITWISE, _killed_in_a_row),

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 from helpers import PROMPTS
 from stub_vllm import StubVLLM
 
@@ -222,8 +223,6 @@ def _server_killed(number: int) -> Any:
 
 def _children_serving(pid: int | None) -> list[int]:
     """Processes below `pid` that run a server's module or one of its engines, the supervisor aside."""
-    import psutil
-
     below = psutil.Process(pid).children(recursive=True)
     names = [(child.pid, " ".join(child.cmdline())) for child in below]
     return [child for child, name in names if ("api_server" in name and "Popen" not in name) or "EngineCore" in name]
@@ -246,8 +245,6 @@ def _trainer_killed_with_its_server(case: Case) -> None:
 
 
 def _runs(pid: int) -> bool:
-    import psutil
-
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 

@@ -184,7 +184,6 @@ class Run:
         reward (`Any`): as `MuGRPOTrainer` takes it; picklable.
         injections (`tuple`): called before anything else.
         env (`Mapping[str, str]`): more environment variables.
-        lora (`dict` or None): options of a `LoraConfig`.
     """
 
     recipe: str
