@@ -30,8 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from transformers import AutoTokenizer
 
-from mu_grpo_trl.lab.arithmetic import draw_problems, make_tokenizer, prompt_of
+from mu_grpo_trl.data import tokenize_prompts
+from mu_grpo_trl.lab import load_task
 from mu_grpo_trl.rollout import vllm_wire
 from mu_grpo_trl.rollout.engine import GroupRequest, GroupResult, SamplingParams
 from mu_grpo_trl.rollout.fill import FillProgress, fill_stage
@@ -51,7 +53,7 @@ MEAN_LENGTH = 1000
 MAX_TOKENS = 8192
 NUM_ANSWERS = 16
 SCORE_THREADS = 2
-BATCH_LIMITS = {"max_num_seqs": 256, "max_num_batched_tokens": 4096, "max_model_len": 64}
+BATCH_LIMITS = {"max_num_seqs": 256, "max_num_batched_tokens": 4096, "max_model_len": 128}
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 spawn = multiprocessing.get_context("spawn")
@@ -62,6 +64,9 @@ def main() -> None:
     parser.add_argument("--part", choices=["all", "replay", "vllm"], default="all")
     parser.add_argument("--groups", type=int, default=128, help="prompt groups replayed in a run")
     parser.add_argument("--prompts", type=int, default=256, help="prompt groups vLLM answers in a run")
+    parser.add_argument(
+        "--model", type=Path, default=CHECKPOINT, help="folder of the model vLLM serves: the lab's, or SmolLM2's"
+    )
     parser.add_argument(
         "--vllm-python",
         default=os.environ.get("MU_GRPO_VLLM_PYTHON", str(ROOT / ".venv-vllm" / "bin" / "python")),
@@ -115,16 +120,16 @@ def measure_replay(num_groups: int, pairs: int) -> tuple[list[float], dict[str, 
 
 def measure_vllm(options: argparse.Namespace) -> tuple[list[float], dict[str, Any]]:
     """Seconds per token of `LLM.generate` over those of the client and a managed server."""
-    tokenizer: Any = make_tokenizer()
-    problems = draw_problems(options.prompts, seed=0, split="train")
-    prompts: list[list[int]] = [tokenizer(prompt_of(problem))["input_ids"] for problem in problems]
+    tokenizer: Any = AutoTokenizer.from_pretrained(options.model)
+    task = load_task("smollm2-sums" if tokenizer.chat_template else "arithmetic", options.prompts)
+    prompts = tokenize_prompts(task["prompt"], tokenizer, None)
     sampling = SamplingParams(1.0, 40, BATCH_LIMITS["max_model_len"], NUM_GENERATIONS, (tokenizer.eos_token_id,))
     rates: dict[str, list[float]] = {"http": [], "in_process": []}
     cpu_us: dict[str, list[float]] = {"http": [], "in_process": []}
     with (
         tempfile.TemporaryDirectory() as folder,
-        _http_engine(options.vllm_python, Path(folder)) as engine,
-        _llm_process(options.vllm_python, prompts, sampling) as generate,
+        _http_engine(options, Path(folder)) as engine,
+        _llm_process(options, prompts, sampling) as generate,
     ):
 
         def over_http() -> float:
@@ -216,23 +221,23 @@ def _replay_server(answers: dict[int, bytes]) -> Iterator[str]:
 
 
 @contextmanager
-def _http_engine(python: str, folder: Path) -> Iterator[VLLMEngine]:
-    """The client, with a managed server that has the checkpoint loaded."""
+def _http_engine(options: argparse.Namespace, folder: Path) -> Iterator[VLLMEngine]:
+    """The client, with a managed server that has the model loaded."""
     limits = (f"--{name.replace('_', '-')}={value}" for name, value in BATCH_LIMITS.items())
     server = ManagedServer(
         ServerOptions(
             log_dir=folder,
-            python=python,
+            python=options.vllm_python,
             dtype="float32",
             startup_timeout_s=600,
             extra_args=("--enforce-eager", *limits),
             env=ENVIRONMENT,
         )
     )
-    vocab_size = json.loads((CHECKPOINT / "config.json").read_text())["vocab_size"]
+    vocab_size = json.loads((options.model / "config.json").read_text())["vocab_size"]
     engine = VLLMEngine([server], ClientOptions(vocab_size, context_length=BATCH_LIMITS["max_model_len"]))
     try:
-        engine.open(CHECKPOINT, "lab")
+        engine.open(options.model, "policy")
         yield engine
     finally:
         engine.close()
@@ -240,11 +245,11 @@ def _http_engine(python: str, folder: Path) -> Iterator[VLLMEngine]:
 
 @contextmanager
 def _llm_process(
-    python: str, prompts: list[list[int]], sampling: SamplingParams
+    options: argparse.Namespace, prompts: list[list[int]], sampling: SamplingParams
 ) -> Iterator[Callable[[], dict[str, Any]]]:
     """A function that has the prompts answered once in process; the first call may be slower."""
     job = {
-        "model": str(CHECKPOINT),
+        "model": str(options.model),
         "prompts": prompts,
         "llm": {"dtype": "float32", "enforce_eager": True, "logprobs_mode": "processed_logprobs", **BATCH_LIMITS},
         "sampling": {
@@ -257,7 +262,7 @@ def _llm_process(
         },
     }
     process = subprocess.Popen(
-        [python, str(Path(__file__).with_name("vllm_in_process.py")), json.dumps(job)],
+        [options.vllm_python, str(Path(__file__).with_name("vllm_in_process.py")), json.dumps(job)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -272,7 +277,7 @@ def _llm_process(
         for line in stdout:
             if line.startswith("RESULT "):
                 return json.loads(line.removeprefix("RESULT "))
-        raise SystemExit(f"{python} ended without a result: is vLLM installed there?")
+        raise SystemExit(f"{options.vllm_python} ended without a result: is vLLM installed there?")
 
     def generate() -> dict[str, Any]:
         stdin.write("\n")
