@@ -27,6 +27,7 @@ from .phases import is_sharded
 from .policy import completion_logps, reference_logps, turn_dropout_off, use_lean_head_in_training
 from .report.completions import log_stage_completions
 from .rewards.functions import RewardFunctions
+from .rollout.engine import Engine
 from .rollout.transformers_engine import TransformersEngine
 from .running import ended_with_peers, lock_folders, running
 from .signals import StopRequest
@@ -138,6 +139,11 @@ class MuGRPOTrainer(PushesWithoutStages, WholeCheckpoints, GRPOTrainer):
         )
         args.use_vllm, args.generation_batch_size = use_vllm, None
         preflight.refuse_aux_loss(self.model, self.aux_loss_enabled)
+        self._prepare_stages(train_dataset, limit, engine)
+
+    def _prepare_stages(self, train_dataset, context_length: int, engine: Engine | None) -> None:
+        """What the parent does not know. `engine` is None where generation is in process, and on ranks that wait."""
+        args = self.args
         self.log_completions = False  # the parent would write its table at every log; ours is written once a stage
         self.rewards.to(self.accelerator.device)
         self.telemetry, self.stop_request = Telemetry(preflight.devices_peak(self.accelerator)), StopRequest()
@@ -151,9 +157,9 @@ class MuGRPOTrainer(PushesWithoutStages, WholeCheckpoints, GRPOTrainer):
                 shared, self.accelerator.device, self._tokenizer.pad_token_id, self.accelerator.autocast
             )
         self.stage_maker = StageMaker(
-            args, self.accelerator, self.schedule, train_dataset, self._tokenizer, tuple(self.eos_token_ids), limit,
-            self.rewards, engine, TrainingState(lambda: self.model, lambda: self.model_wrapped, lambda: self.optimizer,
-            self.accelerator.autocast), self.telemetry, self.stop_request,
+            args, self.accelerator, self.schedule, train_dataset, self._tokenizer, tuple(self.eos_token_ids),
+            context_length, self.rewards, engine, TrainingState(lambda: self.model, lambda: self.model_wrapped,
+            lambda: self.optimizer, self.accelerator.autocast), self.telemetry, self.stop_request,
         )  # fmt: skip
         self.stage_callback = StageCallback(self.schedule, self.telemetry, lambda: self.stage_maker.settings)
         self.guard = UpdateGuard(args, self.accelerator, self.schedule, self.stop_request)
