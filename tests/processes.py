@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 from helpers import REPOSITORY, free_port
 
 _CONTEXT = multiprocessing.get_context("forkserver")
+_POLLING = threading.Lock()
 _CONTEXT.set_forkserver_preload(["workers.training_run", "faults.worker"])
 
 ZERO3 = {
@@ -39,8 +41,15 @@ def start_process(target: Callable[..., None], *arguments: Any) -> multiprocessi
     paths = [str(REPOSITORY), str(REPOSITORY / "tests")]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # of the fork server, which starts with the first process
     process = _CONTEXT.Process(target=target, args=arguments, daemon=True)
-    process.start()
+    with _POLLING:
+        process.start()
     return process
+
+
+def exit_code(process: multiprocessing.process.BaseProcess) -> int | None:
+    """As `process.exitcode`, which two threads may not read at once, nor while one starts a process: it becomes 255."""
+    with _POLLING:
+        return process.exitcode
 
 
 def rank_environments(num_ranks: int, zero3: bool = False) -> list[dict[str, str]]:

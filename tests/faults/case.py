@@ -20,7 +20,7 @@ import pyarrow as pa
 import torch
 import yaml
 from helpers import PROMPTS, config_options, save_tiny_policy
-from processes import rank_environments, start_process
+from processes import exit_code, rank_environments, start_process
 from safetensors.torch import load_file
 from stub_vllm import StubVLLM
 from workers.train_worker import digit_share
@@ -219,24 +219,24 @@ class Running:
     def wait_for(self, place: str, calls: int = 1) -> None:
         """Return once the journal has so many more calls of a place than at the start; a run that ends is an error."""
         while self._case.count(place) < calls:
-            if all(process.exitcode is not None for process in self.processes):
+            if all(exit_code(process) is not None for process in self.processes):
                 raise Unexpected(f"the run ended before “{place}” ({calls}):\n{self.log[-3000:]}")
             time.sleep(0.005)
 
     def kill_at(self, line: int, delay_s: float, ranks: Sequence[int] = (0,)) -> None:
         """`kill -9` a moment after the journal got so many lines, if the run is still there."""
-        while self._case.journal_lines() < line and any(process.exitcode is None for process in self.processes):
+        while self._case.journal_lines() < line and any(exit_code(process) is None for process in self.processes):
             time.sleep(0.002)
         time.sleep(delay_s)
         for rank in ranks:
-            if self.processes[rank].exitcode is None:
+            if exit_code(self.processes[rank]) is None:
                 self.kill(rank)
 
     def kill_after(self, seconds: float) -> None:
         """`kill -9` so long after the trainer was made, if it is still there."""
         self.wait_for("trainer made")
-        self.processes[0].join(seconds)
-        if self.processes[0].exitcode is None:
+        time.sleep(seconds)
+        if exit_code(self.processes[0]) is None:
             self.kill()
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> Ended:
@@ -244,14 +244,14 @@ class Running:
         ended: dict[int, float] = {}
         while len(ended) < len(self.processes):
             for rank, process in enumerate(self.processes):
-                if rank not in ended and process.exitcode is not None:
+                if rank not in ended and exit_code(process) is not None:
                     ended[rank] = time.monotonic()
             if time.monotonic() > self.started_s + timeout_s:
                 for process in self.processes:
                     process.kill()
                 raise Unexpected(f"still running after {timeout_s:g} s:\n{self.log[-4000:]}")
             time.sleep(0.01)
-        exitcodes = [process.exitcode or 0 for process in self.processes]
+        exitcodes = [exit_code(process) or 0 for process in self.processes]
         return self._case.note_end(Ended(exitcodes, [ended[rank] for rank in sorted(ended)], self.log))
 
 
