@@ -26,6 +26,11 @@ from .vllm_server import ClientOptions, Dispatch, Server, ServerFailure, retried
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_FINGERPRINT = [1, 2, 3, 5, 4, 3, 2, 1]
+"""Tokens whose log-probs tell one policy from another."""
+_SAME_WEIGHTS = 1e-3
+"""Nats. Where half precision differs by more, answers in flight are asked for again, which costs time only."""
+
 
 class VLLMEngine:
     """
@@ -179,6 +184,8 @@ class VLLMEngine:
             await server.wait_until_healthy()
             await server.load(policy)
         await self._check_server(server)
+        if server.managed is None:
+            server.fingerprint = (await self._score_on(server, [_FINGERPRINT]))[0]
 
     async def _check_server(self, server: Server) -> None:
         self.version = await check_server(server, self._options.context_length)
@@ -195,12 +202,15 @@ class VLLMEngine:
         async def ask() -> GroupResult:
             async with dispatch.slot() as server:
                 body = wire.generation_body(request, sampling, server.model, self._policy_version)
-                epoch = server.epoch
+                epoch, weights = server.epoch, server.weights
                 try:
                     raw = await server.post("/v1/completions", body)
                 except (aiohttp.ClientError, OSError) as error:
                     await self._recover(server, epoch, dispatch)
                     raise ServerFailure(f"{server.url}: {type(error).__name__}: {error}") from error
+                async with server.recovery:  # what another connection broke for may have changed the weights
+                    if server.weights != weights:
+                        raise ServerFailure(f"{server.url} had other weights when it answered")
             vocab_size = self._options.vocab_size
             arguments = raw, request, sampling, server.model, vocab_size
             parsed = asyncio.get_running_loop().run_in_executor(self._reading, wire.parse_generation, *arguments)
@@ -216,7 +226,10 @@ class VLLMEngine:
             server.available = False
             if server.managed is None:
                 await server.wait_until_healthy()
-                await server.load(self._require_policy())  # it may have been started again, with its first weights
+                scores = await self._score_on(server, [_FINGERPRINT])
+                if not np.allclose(scores[0], server.fingerprint, rtol=0, atol=_SAME_WEIGHTS, equal_nan=True):
+                    server.weights += 1  # it was started again, with its first ones
+                await server.load(self._require_policy())
             elif not await server.survives():
                 await self._restart(server)
             server.epoch += 1

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import aiohttp
+import numpy as np
 
 from .engine import EngineError
 from .vllm_process import ManagedServer
@@ -94,6 +95,9 @@ class Server:
         self.available = True
         self.epoch = 0
         """Times it was recovered: tells whether a failed request was sent before or after."""
+        self.weights = 0
+        """Times it was found with other weights than it was given: tells what an answer in flight was sampled from."""
+        self.fingerprint = np.zeros(0, np.float32)
         self.restarts_left = 0
         self.recovery = asyncio.Lock()
         self._address = server.rstrip("/") if isinstance(server, str) else ""

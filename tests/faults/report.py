@@ -47,8 +47,8 @@ _NOTES = {
         "the ranks that are left: they must end by themselves."
     ),
     "Soak": (
-        "Required: after stage 2 the process has as many open files and threads at every stage, and its memory grows "
-        f"by less than {MAX_RSS_GROWTH:.0%}."
+        "Required: after stage 2 the process never has more open files or threads than it had then, and its memory "
+        f"grows by less than {MAX_RSS_GROWTH:.0%}."
     ),
 }
 
