@@ -47,7 +47,7 @@ def start_process(target: Callable[..., None], *arguments: Any) -> multiprocessi
 
 
 def exit_code(process: multiprocessing.process.BaseProcess) -> int | None:
-    """As `process.exitcode`, which two threads may not read at once, nor while one starts a process: it becomes 255."""
+    """As `process.exitcode`, which is 255 if two threads read it at once, or one does while another starts one."""
     with _POLLING:
         return process.exitcode
 
