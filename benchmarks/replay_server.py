@@ -56,6 +56,9 @@ def serve(connection: Connection, answers: dict[int, bytes]) -> None:
 
     async def complete(request: web.Request) -> web.Response:
         body = await request.json()
+        if body.get("prompt_logprobs") is not None:  # the client's fingerprint of the weights
+            scores = [None, *({str(token): {"logprob": -1.0}} for token in body["prompt"][1:])]
+            return await _json({"choices": [{"prompt_logprobs": scores}]})
         if body["n"] == 1:  # the client's check of the log-prob mode
             return await _json({"choices": [{"logprobs": {"top_logprobs": [_ranking(body["temperature"])]}}]})
         return web.Response(body=answers[body["prompt"][0]], content_type="application/json")
