@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +34,14 @@ def num_pairs(options: argparse.Namespace) -> int:
     if pairs < 1:
         raise SystemExit(f"--pairs {pairs}: a ratio takes at least one pair.")
     return pairs
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Wall-clock of one call, garbage collected before it."""
+    gc.collect()
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 def run_pairs(ours: Callable[[], float], other: Callable[[], float], pairs: int) -> list[float]:

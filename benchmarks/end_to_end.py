@@ -19,7 +19,6 @@ T_rollout (generation, rewards) has one of its own, and each side's greedy accur
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import statistics
@@ -40,7 +39,7 @@ from mu_grpo_trl.lab.quickstart import TASKS, Task
 from mu_grpo_trl.preflight import managed_servers
 from mu_grpo_trl.train import load_dataset, make_trainer, parse, recipe_path
 
-from .common import make_parser, num_pairs, report
+from .common import make_parser, num_pairs, report, seconds
 
 BASELINE_STAGE_UPDATES = 4
 TUNING_UPDATES = 4
@@ -114,7 +113,7 @@ def run_ours(setup: Setup, seed: int, *, baseline: bool) -> Outcome:
     if setup.server_url is not None:
         options |= {"vllm_mode": "server", "vllm_server_urls": setup.server_url}
     trainer = make_trainer(*parse(_arguments(setup, options)))
-    total_s = _timed(trainer.train)
+    total_s = seconds(trainer.train)
     return Outcome(total_s, trainer.telemetry.rollout_s, _accuracy(trainer, setup.task))
 
 
@@ -141,10 +140,10 @@ def run_trl(setup: Setup, seed: int, microbatch: int, *, num_updates: int | None
         args=config,
         train_dataset=load_dataset(script),
     )
-    with _accumulating(trainer, "_generate", "_calculate_rewards") as seconds:
-        total_s = _timed(trainer.train)
+    with _accumulating(trainer, "_generate", "_calculate_rewards") as parts:
+        total_s = seconds(trainer.train)
     accuracy = float("nan") if num_updates else _accuracy(trainer, setup.task)
-    return Outcome(total_s, sum(seconds), accuracy)
+    return Outcome(total_s, sum(parts), accuracy)
 
 
 _SHARED = (
@@ -190,17 +189,10 @@ def _without_server_options(setup: Setup) -> Path:
     return path
 
 
-def _timed(work: Callable[[], object]) -> float:
-    gc.collect()
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
 @contextmanager
 def _accumulating(trainer: Any, *methods: str) -> Iterator[list[float]]:
     """The seconds of every call of those methods, which must not call each other."""
-    seconds: list[float] = []
+    parts: list[float] = []
 
     def timed(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -208,13 +200,13 @@ def _accumulating(trainer: Any, *methods: str) -> Iterator[list[float]]:
             try:
                 return method(*args, **kwargs)
             finally:
-                seconds.append(time.perf_counter() - start)
+                parts.append(time.perf_counter() - start)
 
         return call
 
     for name in methods:
         setattr(trainer, name, timed(getattr(trainer, name)))
-    yield seconds
+    yield parts
 
 
 def _accuracy(trainer: Any, task: Task) -> float:
@@ -225,9 +217,9 @@ def _accuracy(trainer: Any, task: Task) -> float:
 
 
 def _fastest_microbatch(setup: Setup) -> int:
-    seconds = {size: run_trl(setup, 0, size, num_updates=TUNING_UPDATES).total_s for size in setup.case.microbatches}
-    print(f"trl: seconds for {TUNING_UPDATES} updates by micro-batch: {json.dumps(seconds)}", flush=True)
-    return min(seconds, key=seconds.__getitem__)
+    times = {size: run_trl(setup, 0, size, num_updates=TUNING_UPDATES).total_s for size in setup.case.microbatches}
+    print(f"trl: seconds for {TUNING_UPDATES} updates by micro-batch: {json.dumps(times)}", flush=True)
+    return min(times, key=times.__getitem__)
 
 
 def compare(setup: Setup, against: str, pairs: int) -> dict[str, Any]:

@@ -17,13 +17,11 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import gc
 import json
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,7 +39,7 @@ from mu_grpo_trl.lab.warm_start import warm_start_path
 from mu_grpo_trl.stage import GroupRollout, Response, ResponseRow, StageReader, StageWriter
 from mu_grpo_trl.update import StageBatches
 
-from .common import make_parser, num_pairs, report
+from .common import make_parser, num_pairs, report, seconds
 from .synthetic import PROMPT_TOKENS, group_advantages, long_tailed_lengths, make_manifest
 
 GENERATIONS = 8
@@ -222,13 +220,6 @@ def _trl_batch(responses: list[Response]) -> dict[str, torch.Tensor]:
         batch["completion_mask"][row, :completion] = 1
         batch["old_per_token_logps"][row, :completion] = torch.from_numpy(np.array(response.behavior_logps))
     return batch
-
-
-def seconds(update: Callable[[], None]) -> float:
-    gc.collect()
-    start = time.perf_counter()
-    update()
-    return time.perf_counter() - start
 
 
 @contextmanager

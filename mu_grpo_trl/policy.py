@@ -60,7 +60,9 @@ def completion_logps(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tenso
     Returns:
         `tuple[Tensor, Tensor | None]`: each float `(B, T)`; arbitrary at padding.
     """
-    layout = {name: inputs[name] for name in ("position_ids",) if name in inputs}
+    layout = {}
+    if "position_ids" in inputs:
+        layout["position_ids"] = inputs["position_ids"]
     if "segments" in inputs:
         layout["attention_mask"] = shared_prompt_mask(inputs["segments"])
     outputs = model(
@@ -97,11 +99,9 @@ def attention_cost(config: PretrainedConfig, num_parameters: int) -> float:
 def takes_attention_mask(model: PreTrainedModel) -> bool:
     """Whether every layer of `model` attends as a 4-dimensional mask says, so that responses can share a prompt."""
     text = model.config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    is_sliding = kinds != {"full_attention"} or (
-        getattr(text, "layer_types", None) is None and getattr(text, "sliding_window", None) is not None
-    )
-    return bool(model._supports_sdpa) and text._attn_implementation == "sdpa" and not is_sliding
+    kinds = getattr(text, "layer_types", None)
+    is_full = getattr(text, "sliding_window", None) is None if kinds is None else set(kinds) <= {"full_attention"}
+    return bool(model._supports_sdpa) and text._attn_implementation == "sdpa" and is_full
 
 
 def has_varlen_attention(model: PreTrainedModel) -> bool:

@@ -171,10 +171,9 @@ class StageBatches:
         """The batch of `update` (of the run, not of the stage); starts on the one after it."""
         ahead = self._ahead
         batch = ahead[1].result() if ahead is not None and ahead[0] == update else self.build(update)
-        following = update + 1
-        if self._options.read_ahead and following < self._schedule.first_update(
-            self.stage
-        ) + self._schedule.updates_in(self.stage):
+        following, schedule = update + 1, self._schedule
+        last = schedule.first_update(self.stage) + schedule.updates_in(self.stage) - 1
+        if self._options.read_ahead and update < last:
             self._ahead = following, self._thread.submit(self.build, following)
         return batch
 

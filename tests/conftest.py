@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -32,3 +33,12 @@ def vllm_python() -> str:
             "interpreter in MU_GRPO_VLLM_PYTHON, or leave these tests out with -m 'not vllm'."
         )
     return str(interpreter)
+
+
+@pytest.fixture(scope="module")
+def objects_of_the_libraries_are_not_collected():
+    """`Trainer` collects garbage at its start: more than a second with all that is imported here."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import gc
 import json
 import logging
 import math
@@ -50,19 +49,12 @@ from mu_grpo_trl.stage.schema import GroupRollout, ResponseRow, StageError
 from mu_grpo_trl.stage.writer import StageWriter
 from mu_grpo_trl.trackers import open_wandb_run
 
+pytestmark = pytest.mark.usefixtures("objects_of_the_libraries_are_not_collected")
+
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory) -> Path:
     return save_tiny_policy(tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def objects_of_the_libraries_are_not_collected():
-    """`Trainer` collects garbage at its start: more than a second with all that is imported here."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def options(policy: Path, output_dir: Path, **changes: Any) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import logging
 import re
@@ -42,18 +41,12 @@ from mu_grpo_trl.telemetry import KINDS, Telemetry, peak_flops
 LORA = {"r": 4, "lora_dropout": 0.05, "target_modules": ["q_proj", "v_proj"]}
 
 
+pytestmark = pytest.mark.usefixtures("objects_of_the_libraries_are_not_collected")
+
+
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory) -> Path:
     return save_tiny_policy(tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def objects_of_the_libraries_are_not_collected():
-    """`Trainer` collects garbage at its start: more than a second with all that is imported here."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
