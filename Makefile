@@ -23,7 +23,7 @@ export PATH := $(BIN):$(PATH)
 export MU_GRPO_VLLM_PYTHON ?= $(CURDIR)/.venv-vllm/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv .venv-vllm test test-fast lint format typecheck quickstart smollm2 faults clean
+.PHONY: help .venv .venv-vllm test test-fast lint format typecheck quickstart smollm2 faults docs clean
 
 help:
 	@echo 'make quickstart [ENGINE=transformers|vllm]   train a tiny model on sums and show what came of it'
@@ -31,6 +31,7 @@ help:
 	@echo 'make test         all tests (about 15 minutes on 2 cores); ARGS="-k name" chooses among them'
 	@echo 'make test-fast    the tests that need no vLLM server, no second process and no patience'
 	@echo 'make faults       inject faults into real runs and write docs/reliability.md; ARGS="--only TEXT" chooses'
+	@echo 'make docs         build the documentation site into build/site; any warning is an error'
 	@echo 'make lint format typecheck   ruff, ruff format, pyright'
 	@echo 'make .venv .venv-vllm        only the virtual environments: training and tests; the vLLM server'
 	@echo 'make clean        remove the virtual environments and caches (never runs/)'
@@ -85,6 +86,10 @@ smollm2: .venv/.dev .venv-vllm/.installed
 
 faults: .venv/.dev .venv-vllm/.installed
 	$(BIN)/python -m tests.faults $(ARGS)
+
+docs: .venv/.dev
+	$(BIN)/python -m tools.options_page
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf .venv .venv-vllm build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

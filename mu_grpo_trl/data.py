@@ -736,7 +736,7 @@ def _report_overlong(
     )
     if rule == "error" or len(overlong) == len(lengths):
         way_out = " or drop them with overlong_prompts='drop'" if len(overlong) < len(lengths) else ""
-        raise ValueError(f"{finding}: {_listed(rows)}. Raise context_length{way_out}.")
+        raise ValueError(f"{finding}: {_listed(rows)}. Raise `max_context_length`{way_out}.")
     logger.warning("%s; dropped: %s", finding, _listed(rows, limit=_MAX_LOGGED))
 
 

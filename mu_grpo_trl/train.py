@@ -60,6 +60,8 @@ class ScriptArguments:
         max_rows (`int`, *optional*): read at most so many rows.
         bad_rows (`str`, *optional*, defaults to `"error"`): rows without usable problem or answer: `error` or `drop`.
         reward_funcs (`list[str]`, *optional*, defaults to `["math"]`): `math`, `module:function`, a reward model's id.
+        reward_model_name_or_path (`str`, *optional*): a reward model, beside `reward_funcs`.
+        resume (`str`, *optional*): `auto` goes on from the newest whole checkpoint in `output_dir`, if there is one.
     """
 
     dataset_name: str | None = field(default=None, metadata={"help": "Hub id, local file or folder, or lab:NAME."})

@@ -327,7 +327,11 @@ def test_evaluating_without_a_dataset_is_refused(tmp_path, policy, no_model):
         (Dataset.from_dict({"prompt": PROMPTS[:3]}), ValueError, r"has 3 usable prompts, fewer than .*=4`\). Lower"),
         (Dataset.from_dict({"prompt": [1, 2, 3, 4]}), ValueError, "row 0: 1 is of type int, where a string or a list"),
         (Dataset.from_dict({"prompt": ["1+1", "", "2", "3"]}), ValueError, "row 1: '' is empty"),
-        (Dataset.from_dict({"prompt": ["1"] * 4 + ["1" * 200]}), ValueError, r"row 4 \(200 tokens\).* Raise context_"),
+        (
+            Dataset.from_dict({"prompt": ["1"] * 4 + ["1" * 200]}),
+            ValueError,
+            r"row 4 \(200 tokens\).* Raise `max_context_length`",
+        ),
         (Dataset.from_dict({"prompt": ["1"] * 4, "image": [None] * 4}), ValueError, "Column 'image': images are not"),
         (
             Dataset.from_dict({"prompt": [[{"role": "user", "content": "1+1"}]] * 4}),
