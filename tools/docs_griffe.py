@@ -1,6 +1,6 @@
 """
-TRL's docstring format as mkdocstrings reads it: references [`name`] and [`~module.name`] become the code they name, and
-the types in `name (`str`, *optional*)` lose their markup, since types are shown as code anyway.
+TRL's docstring format as mkdocstrings reads it: references [`name`] and [`~module.name`] become the code they name,
+and the types in `name (`str`, *optional*)` lose their markup, since types are shown as code anyway.
 """
 
 from __future__ import annotations
