@@ -21,7 +21,7 @@ from mu_grpo_trl.cli import COMMANDS
 from mu_grpo_trl.config import REFUSED
 from mu_grpo_trl.train import PARSED_CLASSES
 from tools.docs_hooks import PAGES, site_link
-from tools.options_page import GROUPS, PAGE, UNITS, own_options, page
+from tools.options_page import GROUPS, HERE, PAGE, UNITS, own_options, page
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -143,7 +143,7 @@ def test_groups_and_units_name_options():
     grouped = [name for names in GROUPS.values() for name in names]
     assert set(grouped) <= {option.name for option in own_options()}
     assert len(set(grouped)) == len(grouped)
-    assert UNITS.keys() <= OPTIONS
+    assert UNITS.keys() | HERE.keys() <= OPTIONS - REFUSED.keys()
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=by_name)

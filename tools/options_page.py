@@ -69,7 +69,37 @@ UNITS = {
     "m2po_threshold": "nats²",
     "max_completion_length": "tokens",
     "max_rows": "rows",
+    "vllm_server_timeout": "seconds",
+    "vllm_max_model_length": "tokens",
+    "vllm_tensor_parallel_size": "devices",
 }
+
+HERE = {
+    "beta": "KL coefficient (k3 estimate against the reference policy); the term is outside the veto.",
+    "cache_implementation": "In evaluation only.",
+    "disable_dropout": "No effect: dropout is always off in training.",
+    "ds3_gather_for_generation": "In evaluation only.",
+    "generation_kwargs": "Only `stop`: strings that end a response (with vLLM).",
+    "log_completions": "Whether to log a table of some of a stage's responses, once a stage.",
+    "max_completion_length": "Most tokens of a response; a long prompt may leave fewer.",
+    "scale_rewards": "Whether to divide advantages by the group's standard deviation: `group` or `none`.",
+    "use_vllm": "No effect: `rollout_engine` decides. Refused beside `rollout_engine: transformers`.",
+    "vllm_enable_sleep_mode": "No effect: `vllm_release` decides. Refused beside another one than `sleep`.",
+    "vllm_max_model_length": "As `max_context_length`; the smaller one counts.",
+    "vllm_model_impl": "Of managed servers: `vllm` or `transformers`.",
+    "vllm_server_base_url": "Address of the one external server, where `vllm_server_urls` is unset.",
+    "vllm_server_host": "Its host, where that is unset too.",
+    "vllm_server_port": "Its port.",
+    "vllm_server_timeout": "Time in which an external server must be healthy; one silent for longer is cut off.",
+    "vllm_tensor_parallel_size": "Devices of each managed server.",
+    "dataloader_drop_last": "In evaluation only.",
+    "dataloader_in_order": "In evaluation only.",
+    "dataloader_num_workers": "In evaluation only: in training each rank reads its rows from the stage.",
+    "dataloader_persistent_workers": "In evaluation only.",
+    "dataloader_pin_memory": "In evaluation only.",
+    "dataloader_prefetch_factor": "In evaluation only.",
+}
+"""What inherited options do, where it is not what the libraries below say."""
 
 _HEAD = """# Every option
 
@@ -95,15 +125,15 @@ def page() -> str:
     for title, names in (GROUPS | rest).items():
         if names:
             parts += [f"## {title}\n", _table([own[name] for name in names], texts, inherited)]
-    parts += ["## From TRL's `GRPOConfig`\n", "Honored as there.\n"]
-    parts.append(_table(_inherited(GRPOConfig, TrainingArguments)))
+    parts += ["## From TRL's `GRPOConfig`\n", "Honored as there, or as the table says.\n"]
+    parts.append(_table(_inherited(GRPOConfig, TrainingArguments), HERE))
     parts += ["## The model, and LoRA\n", "TRL's `ModelConfig`, in recipes. `load_in_8bit` and `load_in_4bit` are"]
     parts += [
         "refused: a quantized policy cannot be published without loss yet. `lora_dropout` is 0.0 here unless you"
     ]
     parts += ["set it: the trainer turns dropout off.\n", _table(fields(ModelConfig))]
-    parts += ["## From transformers' `TrainingArguments`\n", "Honored as there.\n"]
-    parts.append(_table(_inherited(TrainingArguments)))
+    parts += ["## From transformers' `TrainingArguments`\n", "Honored as there, or as the table says.\n"]
+    parts.append(_table(_inherited(TrainingArguments), HERE))
     parts += [
         "## Refused\n",
         "Options of the two classes above that cannot be honored. A value other than the default",
