@@ -190,6 +190,9 @@ class MuGRPOConfig(GRPOConfig):
             A prompt that leaves no token for the response: `"error"` names the rows, `"drop"` leaves them out.
         stage_dir (`str`, *optional*):
             Folder of the stages, shared by all nodes and servers. Defaults to `<output_dir>/stages`.
+        replicate_stages (`bool`, *optional*, defaults to `False`):
+            Nodes do not share `stage_dir`: the first one fills a stage, and copies it to the others when it is
+            complete. `output_dir` must be shared all the same; servers must see the first node's `stage_dir`.
         keep_stages (`int`, *optional*):
             Finished stages kept on disk. Defaults to all of them.
         keep_policies (`int`, *optional*, defaults to `1`):
@@ -298,6 +301,9 @@ class MuGRPOConfig(GRPOConfig):
     )
     overlong_prompts: str = field(default="error", metadata={"help": "'error' or 'drop'."})
     stage_dir: str | None = field(default=None, metadata={"help": "Folder of the stages, shared by all nodes."})
+    replicate_stages: bool = field(
+        default=False, metadata={"help": "Copy each finished stage to the nodes, which do not share `stage_dir`."}
+    )
     keep_stages: int | None = field(default=None, metadata={"help": "Finished stages kept on disk (default all)."})
     keep_policies: int | None = field(default=1, metadata={"help": "Behavior policies kept on disk."})
     offload: bool = field(default=True, metadata={"help": "Training state off the device during the rollout."})
@@ -447,6 +453,16 @@ class MuGRPOConfig(GRPOConfig):
                 "`share_prompts=True` contradicts `padding_free=True`: a shared prompt needs an attention mask, and "
                 "packed rows must have none. Leave one out."
             )
+        if self.replicate_stages and self.rollout_engine != "vllm":
+            raise ValueError(
+                f"`replicate_stages=True` contradicts `rollout_engine={self.rollout_engine!r}`: in process, every "
+                "rank writes its share of a stage. Share `stage_dir` between the nodes, or use `rollout_engine: vllm`."
+            )
+        if self.replicate_stages and not self.stage_dir:
+            raise ValueError(
+                "`replicate_stages=True` without `stage_dir`: stages would lie in `output_dir`, which the nodes "
+                "share. Name a folder on each node's own disk, or leave `replicate_stages` out."
+            )
 
     def _check_shares_of_ranks(self) -> None:
         assert self.num_generations is not None
@@ -577,6 +593,11 @@ class MuGRPOConfig(GRPOConfig):
     def stages_path(self) -> Path:
         """Folder that holds `stage-000`, `stage-001`, …"""
         return Path(self.stage_dir) if self.stage_dir else self.output_path / "stages"
+
+    @property
+    def meetings_path(self) -> Path:
+        """Folder shared by all ranks, where they tell each other how they are."""
+        return self.output_path if self.replicate_stages else self.stages_path
 
     @property
     def reward_threads(self) -> int:

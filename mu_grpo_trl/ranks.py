@@ -50,8 +50,9 @@ def check_shared_folder(accelerator: Accelerator, folder: Path) -> None:
         os.unlink(folder / name)
     if blind:
         raise OSError(
-            f"The stages folder {folder} is not shared by all ranks: {blind} do not see what rank 0 wrote there. "
-            "Set `stage_dir` to the same folder on storage that every node mounts."
+            f"The folder {folder} is not shared by all ranks: {blind} do not see what rank 0 wrote there. "
+            "Set `stage_dir` to the same folder on storage that every node mounts, or `replicate_stages: true` to "
+            "have finished stages copied (`output_dir` is shared all the same)."
         )
 
 

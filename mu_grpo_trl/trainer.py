@@ -378,7 +378,7 @@ class MuGRPOTrainer(PushesWithoutStages, WholeCheckpoints, GRPOTrainer):
             self.stage_maker.start()
             self.telemetry.start()
             try:
-                with ended_with_peers(self.accelerator, self.args.stages_path):
+                with ended_with_peers(self.accelerator, self.args.meetings_path):
                     output = super().train(checkpoint, trial, ignore_keys_for_eval)
             finally:
                 self.telemetry.stop()

@@ -91,7 +91,9 @@ def test_clip_and_veto_default_to_what_the_objective_uses(options, clip_range, v
 def test_folders_and_addresses_follow_trls_options(tmp_path: Path):
     config = make_config(tmp_path)
     assert config.stages_path == tmp_path / "stages"
-    assert make_config(tmp_path, stage_dir="elsewhere").stages_path == Path("elsewhere")
+    apart = make_config(tmp_path, stage_dir="elsewhere")
+    assert apart.stages_path == apart.meetings_path == Path("elsewhere")
+    assert make_config(tmp_path, stage_dir="elsewhere", replicate_stages=True).meetings_path == tmp_path
     assert config.server_urls == ["http://127.0.0.1:8000"]
     server = {"vllm_mode": "server", "vllm_server_base_url": "http://a:1/"}
     assert make_config(**server).server_urls == ["http://a:1"]
@@ -224,6 +226,18 @@ def test_numbers_given_as_strings_are_numbers():
 
 
 # Refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rollout_engine": "transformers", "stage_dir": "/local"}, "contradicts `rollout_engine='transformers'`"),
+        ({}, "without `stage_dir`"),
+    ],
+)
+def test_stages_are_replicated_only_from_one_writer_to_folders_of_their_own(options, message):
+    with pytest.raises(ValueError, match=f"`replicate_stages=True` {message}"):
+        make_config(replicate_stages=True, **options)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -38,7 +38,7 @@ LAYERS = (
         "staging",
         "update",
     },
-    {"phases"},
+    {"phases", "replicas"},
     {"config", "data", "hub", "options", "ranks", "trackers"},
     {"rewards", "rollout"},
     {"collapse", "locks", "losses", "schedule", "signals", "stage", "telemetry"},

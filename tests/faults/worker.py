@@ -214,6 +214,8 @@ def child(run: Run) -> None:
     output = os.open(run.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    # As at a prompt: what a shell starts in the background ignores it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     gc.freeze()  # what the fork server imported need not be searched for garbage
     skip_compiling_deepspeed_ops()

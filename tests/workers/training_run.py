@@ -203,6 +203,8 @@ def child(env: dict[str, str], log: str, spec: dict[str, Any], resume: Any, faul
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    # As at a prompt: what a shell starts in the background ignores it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     gc.freeze()  # what the fork server imported need not be searched for garbage
     try:
