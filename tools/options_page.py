@@ -35,7 +35,7 @@ GROUPS = {
         "vllm_api_key", "vllm_gpu_memory_utilization",
     ),
     "Rewards": ("reward_workers", "reward_timeout_s", "reward_error", "no_signal"),
-    "Stages on disk, and the device": ("stage_dir", "keep_stages", "keep_policies", "offload"),
+    "Stages on disk, and the device": ("stage_dir", "replicate_stages", "keep_stages", "keep_policies", "offload"),
     "Optimizer": ("learning_rate", "lr_scheduler_type", "weight_decay"),
     "Memory and speed": (
         "max_tokens_per_microbatch", "per_device_train_batch_size", "skip_zero_advantage", "sort_by_length",
