@@ -554,7 +554,10 @@ def _check_columns(wanted: list[str], table: _Table) -> None:
     present = list(dict.fromkeys(name for row in table.rows for name in row))
     for name in wanted:
         if name not in present:
-            raise ValueError(_missing_column(name, ", ".join(table.names[:3]), present))
+            raise ValueError(
+                _missing_column(name, ", ".join(table.names[:3]), present)
+                + " Name the right one in `prompt_column`, `answer_column` or `keep_columns`."
+            )
 
 
 def _missing_column(name: str, place: str, present: list[str]) -> str:

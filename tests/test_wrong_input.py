@@ -194,7 +194,10 @@ def test_a_wrong_command_line_is_refused(tmp_path, arguments, message):
         ({"eval_strategy": "steps", "eval_steps": 2}, "`eval_strategy='steps'` needs an `eval_dataset`"),
         ({"conversational": True, "dataset_name": "{rows}"}, "has no chat template"),
         ({"dataset_name": "{rows}", "answer_column": "anser"}, "no column 'anser' .* Did you mean 'answer'"),
-        ({"dataset_name": "{rows}", "prompt_column": "prompt"}, "no column 'prompt' .* Its columns: problem, answer"),
+        (
+            {"dataset_name": "{rows}", "prompt_column": "prompt"},
+            "no column 'prompt' .* Its columns: problem, answer.* `prompt_column`",
+        ),
         ({"dataset_name": "{rows}", "answer_column": None, "reward_funcs": "math"}, "reads the column 'answer'"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
