@@ -25,6 +25,7 @@ from .rollout.vllm_client import ClientOptions, VLLMEngine
 from .rollout.vllm_process import ManagedServer, ServerOptions, device_sets
 from .schedule import Schedule
 from .stage.schema import MANIFEST_NAME, ManifestLostError, read_manifest
+from .stored import stored_schedule
 from .telemetry import peak_flops
 
 _REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
@@ -268,6 +269,8 @@ def check_dataset(
 
 def make_schedule(config: MuGRPOConfig, num_prompts: int) -> Schedule:
     """The run's schedule; sets `max_steps` to its number of updates."""
+    if config.train_on_stage:
+        return stored_schedule(config, read_manifest(config.train_on_stage))
     config.max_steps = Schedule.num_updates_for(
         config.max_steps, config.num_train_epochs, num_prompts, config.prompts_per_update
     )

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
-import yaml
 from datasets import Dataset
 from trl import ModelConfig, TrlParser, get_peft_config
 
@@ -31,6 +30,7 @@ from .lab import load_task
 from .locks import FolderInUseError
 from .options import as_declared, nearest
 from .preflight import check_rewards
+from .recipe import Setting, read_recipe
 from .rewards.functions import RewardError
 from .rewards.math import check_golds
 from .rollout.engine import EngineError
@@ -87,16 +87,6 @@ class ScriptArguments:
 PARSED_CLASSES = (ScriptArguments, MuGRPOConfig, ModelConfig)
 
 
-class _RecipeLoader(yaml.SafeLoader):
-    """Refuses a key given twice, of which YAML would keep the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
-        if repeated := {key for key in keys if keys.count(key) > 1}:
-            raise yaml.constructor.ConstructorError(problem=f"{sorted(repeated)} given more than once")
-        return super().construct_mapping(node, deep)
-
-
 class _Parser(TrlParser):
     """Raises what argparse would print below hundreds of lines of usage."""
 
@@ -134,30 +124,36 @@ def parse(argv: Sequence[str]) -> tuple[ScriptArguments, MuGRPOConfig, ModelConf
 
 def check_recipe(path: Path) -> dict[str, Any]:
     """
-    The mapping in a recipe, every key of it known and every value of the option's type.
+    The options in a recipe and its bases, every key of them known and every value of the option's type.
 
     Raises:
-        `ValueError`: the file is missing, is no YAML mapping, or has an unknown or repeated key or a wrong value.
+        `ValueError`: what [`~mu_grpo_trl.recipe.read_recipe`] refuses, an unknown key, or a wrong value.
     """
+    types = option_types()
+    return {key: check_setting(key, setting, types) for key, setting in read_recipe(path).items()}
+
+
+def option_types() -> dict[str, Any]:
+    """Declared types of all that a recipe may hold, by name."""
+    types = {name: kind for options in PARSED_CLASSES for name, kind in get_type_hints(options).items()}
+    return types | {"env": dict[str, Any] | None}
+
+
+def check_setting(key: Any, setting: Setting, types: dict[str, Any]) -> Any:
+    """
+    The value of a setting, as one of `types` says.
+
+    Raises:
+        `ValueError`: naming the recipe, when there is no such option, or the value is not of its type.
+    """
+    if key not in types:
+        raise ValueError(f"{setting.path}: unknown key {key!r}.{nearest(key, types)}")
+    if key in TAKES_BOOL_TOO:
+        return setting.value
     try:
-        recipe = yaml.load(path.read_text(encoding="utf-8"), Loader=_RecipeLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"The recipe {str(path)!r} cannot be read ({error}). Recipes are in `recipes/`.") from error
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML: {error}") from error
-    if not isinstance(recipe, dict):
-        raise ValueError(f"{path} holds a {type(recipe).__name__}, not `key: value` lines.")
-    annotations = {name: kind for options in PARSED_CLASSES for name, kind in get_type_hints(options).items()}
-    annotations["env"] = dict[str, Any] | None
-    for key, value in recipe.items():
-        if key not in annotations:
-            raise ValueError(f"{path}: unknown key {key!r}.{nearest(key, annotations)}")
-        if key not in TAKES_BOOL_TOO:
-            try:
-                recipe[key] = as_declared(key, value, annotations[key])
-            except ValueError as error:
-                raise ValueError(f"{path}: {error}") from error
-    return recipe
+        return as_declared(key, setting.value, types[key])
+    except ValueError as error:
+        raise ValueError(f"{setting.path}: {error}") from error
 
 
 def recipe_path(name: str) -> Path:

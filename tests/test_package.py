@@ -36,10 +36,11 @@ LAYERS = (
         "preflight",
         "running",
         "staging",
+        "stored",
         "update",
     },
     {"phases"},
-    {"config", "data", "hub", "options", "ranks", "trackers"},
+    {"config", "data", "hub", "options", "ranks", "recipe", "trackers"},
     {"rewards", "rollout"},
     {"collapse", "locks", "losses", "schedule", "signals", "stage", "telemetry"},
 )
