@@ -79,9 +79,7 @@ class StageCallback(TrainerCallback, ExportableState):
     ) -> None:
         self._telemetry.base("other")
 
-    def on_step_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         done, schedule = state.global_step, self._schedule
         is_due = done == schedule.num_updates or (
             args.save_at_stage_end and done == schedule.first_update(schedule.stage_of(done))

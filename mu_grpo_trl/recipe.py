@@ -4,8 +4,8 @@ A recipe on disk: YAML, composed of the recipes it names as `base`.
     base: [bases/models/qwen3-8b-base.yaml, bases/methods/grpo.yaml]   # or a single name
     stage_updates: 4
 
-Paths are relative to the file that names them. A later base wins over an earlier one, and a file's own keys win over its
-bases'. A value is replaced as a whole: lists and mappings are not merged.
+Paths are relative to the file that names them. A later base wins over an earlier one, and a file's own keys win over
+those of its bases. A value is replaced as a whole: lists and mappings are not merged.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def stored_schedule(config: MuGRPOConfig, manifest: Manifest) -> Schedule:
 
 
 class StoredStage(StageMaker):
-    """A [`~mu_grpo_trl.staging.StageMaker`] whose only stage is the one in `train_on_stage`, which is never changed."""
+    """A [`~mu_grpo_trl.staging.StageMaker`] whose only stage is the one in `train_on_stage`; it never changes."""
 
     @property
     def settings(self) -> dict[str, Any]:
