@@ -352,7 +352,7 @@ class MuGRPOConfig(GRPOConfig):
         self.steps_per_generation = self.generation_batch_size = None
         self.generation_kwargs = _as_dict("generation_kwargs", self.generation_kwargs)
         self.chat_template_kwargs = self.template_kwargs
-        self._check_shares_of_ranks()
+        self.check_ranks(self.world_size)
         self._check_accelerator()
         self._check_generation_kwargs()
         self._check_vllm()
@@ -463,15 +463,19 @@ class MuGRPOConfig(GRPOConfig):
                 "the stage's folder, which belongs to the run that filled it. Use `anchor: engine`."
             )
 
-    def _check_shares_of_ranks(self) -> None:
+    def check_ranks(self, num_ranks: int) -> None:
+        """
+        Raises:
+            `ValueError`: an update has fewer responses than there are ranks.
+        """
         assert self.num_generations is not None
         rows = self.prompts_per_update * self.num_generations
-        if rows < self.world_size:
+        if rows < num_ranks:
             raise ValueError(
                 f"`prompts_per_update={self.prompts_per_update}` × `num_generations={self.num_generations}` gives "
-                f"{rows} responses an update, fewer than the {self.world_size} ranks that share it: some would never "
+                f"{rows} responses an update, fewer than the {num_ranks} ranks that share it: some would never "
                 "have work. Raise `prompts_per_update` to at least "
-                f"{math.ceil(self.world_size / self.num_generations)}, or launch fewer processes."
+                f"{math.ceil(num_ranks / self.num_generations)}, or launch fewer processes."
             )
 
     def _check_accelerator(self) -> None:

@@ -108,13 +108,24 @@ def parse(argv: Sequence[str]) -> tuple[ScriptArguments, MuGRPOConfig, ModelConf
         known, rest = launcher.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise ValueError(f"{error}: give the recipe's path after it.") from error
+    recipe = {} if known.config is None else check_recipe(known.config)
+    os.environ.update({name: str(value) for name, value in (recipe.pop("env", None) or {}).items()})
+    return parse_options(recipe, rest)
+
+
+def parse_options(
+    recipe: dict[str, Any], arguments: Sequence[str]
+) -> tuple[ScriptArguments, MuGRPOConfig, ModelConfig]:
+    """
+    Options from a checked recipe (without its `env`) and `--key value` arguments, which win.
+
+    Raises:
+        `ValueError`: as [`parse`].
+    """
     parser = _Parser(PARSED_CLASSES, allow_abbrev=False)  # type: ignore[arg-type]  # any iterable of classes
     parser.set_defaults(lora_dropout=0.0)  # the trainer turns dropout off
-    if known.config is not None:
-        recipe = check_recipe(known.config)
-        os.environ.update({name: str(value) for name, value in (recipe.pop("env", None) or {}).items()})
-        parser.set_defaults_with_config(**recipe)
-    *parsed, unknown = parser.parse_args_into_dataclasses(rest, return_remaining_strings=True)
+    parser.set_defaults_with_config(**recipe)
+    *parsed, unknown = parser.parse_args_into_dataclasses(list(arguments), return_remaining_strings=True)
     if unknown:
         options = [option for option in parser._option_string_actions if option.startswith("--")]
         raise ValueError(f"Unknown option {unknown[0]!r}.{nearest(unknown[0].partition('=')[0], options)}")
@@ -206,12 +217,9 @@ def usable_golds(dataset: Dataset, script: ScriptArguments, config: MuGRPOConfig
 
 def make_trainer(script: ScriptArguments, config: MuGRPOConfig, model: ModelConfig) -> MuGRPOTrainer:
     """A trainer for a parsed recipe. Data, rewards and servers are checked before the model is loaded."""
-    if not model.model_name_or_path:
-        raise ValueError("`model_name_or_path` is not set. Give a Hub id or a local folder.")
-    if model.load_in_4bit or model.load_in_8bit:
-        raise ValueError("`load_in_4bit`/`load_in_8bit`: a quantized policy cannot be published without loss yet.")
+    check_model(model)
     dataset = load_dataset(script)
-    rewards: list[Any] = [*script.reward_funcs, *filter(None, [script.reward_model_name_or_path])]
+    rewards = reward_names(script)
     check_rewards(rewards, dataset.column_names)
     if "math" in rewards:
         dataset = usable_golds(dataset, script, config)
@@ -228,6 +236,22 @@ def make_trainer(script: ScriptArguments, config: MuGRPOConfig, model: ModelConf
         train_dataset=dataset,
         peft_config=adapter(model),
     )
+
+
+def check_model(model: ModelConfig) -> None:
+    """
+    Raises:
+        `ValueError`: no model is named, or one to be quantized.
+    """
+    if not model.model_name_or_path:
+        raise ValueError("`model_name_or_path` is not set. Give a Hub id or a local folder.")
+    if model.load_in_4bit or model.load_in_8bit:
+        raise ValueError("`load_in_4bit`/`load_in_8bit`: a quantized policy cannot be published without loss yet.")
+
+
+def reward_names(script: ScriptArguments) -> list[Any]:
+    """The recipe's rewards, the reward model among them."""
+    return [*script.reward_funcs, *filter(None, [script.reward_model_name_or_path])]
 
 
 def adapter(model: ModelConfig) -> Any:
