@@ -230,7 +230,7 @@ def make_trainer(script: ScriptArguments, config: MuGRPOConfig, model: ModelConf
         **config.model_kwargs,
     }
     return MuGRPOTrainer(
-        model=model.model_name_or_path,
+        model=str(model.model_name_or_path),
         reward_funcs=rewards,
         args=config,
         train_dataset=dataset,

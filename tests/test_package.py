@@ -32,6 +32,7 @@ ACCELERATE = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
 
 LAYERS = (
     {"cli"},
+    {"planning"},
     {"evaluation", "lab", "stage_cli", "train"},
     {"trainer"},
     {"report"},

@@ -50,8 +50,8 @@ class Launch:
         found = []
         if self.sharding == "zero3" and deepspeed.get("zero3_save_16bit_model") is not True:
             found.append(
-                f"`zero3_save_16bit_model: {deepspeed.get('zero3_save_16bit_model')}` in the launcher's configuration: "
-                "no model could be saved under ZeRO-3. Set it to true."
+                f"`zero3_save_16bit_model: {deepspeed.get('zero3_save_16bit_model')}` in the launcher's "
+                "configuration: no model could be saved under ZeRO-3. Set it to true."
             )
         if fsdp and str(fsdp.get("fsdp_version", 1)) != "2":
             found.append(
@@ -60,8 +60,8 @@ class Launch:
             )
         if fsdp and fsdp.get("fsdp_state_dict_type") == "SHARDED_STATE_DICT":
             found.append(
-                "`fsdp_state_dict_type: SHARDED_STATE_DICT` saves a model that `from_pretrained` cannot open. Set it to "
-                "FULL_STATE_DICT."
+                "`fsdp_state_dict_type: SHARDED_STATE_DICT` saves a model that `from_pretrained` cannot open. Set it "
+                "to FULL_STATE_DICT."
             )
         if self.num_processes % self.num_nodes:
             found.append(

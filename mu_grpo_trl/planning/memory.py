@@ -126,7 +126,7 @@ def layer_activations(a: Architecture, work: Workload) -> int:
 
 
 def head(a: Architecture, work: Workload) -> int:
-    """The fused LM head in the backward pass: one tile of logits, and float32 gradients of weight and hidden states."""
+    """The fused LM head in the backward pass: one tile of logits, float32 gradients of weight and hidden states."""
     rows, columns = min(work.microbatch_tokens, HEAD_TOKENS), min(a.vocabulary, HEAD_COLUMNS)
     tile = rows * max(columns * work.compute_bytes, PAGE)  # rows of a wider buffer: at least a page of each is touched
     if work.on_cpu:
@@ -159,7 +159,7 @@ def in_process_rollout(
 
 @dataclass(frozen=True)
 class ServerMemory:
-    """One device of a vLLM server: bytes it takes, of those weights and KV cache, and the tokens that the cache holds."""
+    """One device of a vLLM server: the bytes it takes, those of weights and KV cache, and the tokens in the cache."""
 
     taken: int
     weights: int

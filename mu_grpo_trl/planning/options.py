@@ -1,4 +1,4 @@
-"""The options of a run to plan, with everything that is wrong about them: one at a time is set aside, and the rest read."""
+"""The options of a run to plan, and everything that is wrong about them: each is set aside, and the rest read."""
 
 from __future__ import annotations
 

@@ -406,8 +406,8 @@ class _Planner:
         if needed > limit:
             largest = max(self.plan.optimization, key=lambda name: self.plan.optimization[name])
             findings.error(
-                f"An update takes {needed / GIB:.0f} GiB a device (most of it {largest}), but a {self.assumptions.device} "
-                f"has {limit / GIB:.0f}. {self._mend(a, limit)}"
+                f"An update takes {needed / GIB:.0f} GiB a device (most of it {largest}), but a "
+                f"{self.assumptions.device} has {limit / GIB:.0f}. {self._mend(a, limit)}"
             )
         if not config.starts_vllm or config.vllm_mode != "managed":
             return
@@ -415,8 +415,8 @@ class _Planner:
         if taken > limit:
             findings.error(
                 f"`vllm_gpu_memory_utilization={config.vllm_gpu_memory_utilization}` and the training state that "
-                f"`offload=False` leaves take {taken / GIB:.0f} GiB of a device's {limit / GIB:.0f}. Set `offload: true`, "
-                "or lower `vllm_gpu_memory_utilization`."
+                f"`offload={config.offload}` leaves take {taken / GIB:.0f} GiB of a device's {limit / GIB:.0f}. Set "
+                "`offload: true`, or lower `vllm_gpu_memory_utilization`."
             )
         if served.cache_tokens < (self.context or 1):
             findings.error(
