@@ -82,10 +82,11 @@ def _measured(dataset: Dataset, options: Options, tokenizer: PreTrainedTokenizer
 
 
 def _tokenizer(options: Options) -> PreTrainedTokenizerBase | None:
+    name = str(options.model.model_name_or_path)
+    if Path(name).is_dir() and not any(Path(name, file).exists() for file in ("tokenizer.json", "tokenizer.model")):
+        return None  # transformers would make one without a vocabulary
     try:
-        return AutoTokenizer.from_pretrained(
-            str(options.model.model_name_or_path), local_files_only=True, padding_side="left"
-        )
+        return AutoTokenizer.from_pretrained(name, local_files_only=True, padding_side="left")
     except (OSError, ValueError, TypeError):  # it is not here; what needs it stays unknown
         return None
 

@@ -14,6 +14,8 @@ TOKEN_BYTES = 4 + 4
 """An id and a behavior log-prob."""
 PROMPT_TOKEN_BYTES = 4
 ADAM_NUMBERS = 2
+LOG_ENTRY_BYTES, RANDOM_STATE_BYTES, OPTIONS_BYTES = 1600, 14_500, 12_000
+"""Of `trainer_state.json` for each log, of `rng_state*.pth`, and of `training_args.bin` with the small files."""
 
 
 def stage_rows(responses: int, prompt_tokens: float, response_tokens: float, num_rewards: int, shard_rows: int) -> int:
@@ -33,3 +35,8 @@ def checkpoint(
     """A checkpoint: weights (of an adapter alone, if one is trained), Adam's two numbers for each, the tokenizer."""
     state = trainable * (4 * 3 if masters else weight_bytes * ADAM_NUMBERS) if with_optimizer else 0
     return trainable * weight_bytes + state + tokenizer_bytes
+
+
+def run_state(log_entries: float, num_processes: int) -> int:
+    """What a checkpoint holds beside tensors: one log entry after another, random states, options, the schedule."""
+    return int(LOG_ENTRY_BYTES * log_entries) + RANDOM_STATE_BYTES * num_processes + OPTIONS_BYTES

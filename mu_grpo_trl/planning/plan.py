@@ -35,7 +35,10 @@ DEVICE_BYTES = {
 }
 """Memory of a device (the vendors' data sheets)."""
 CPU_FLOPS = 5e10
-REWARD_WORKER_BYTES = 50 * 2**20
+MATH_WORKER_BYTES, REWARD_WORKER_BYTES = 66 * 2**20, 21 * 2**20
+"""Resident memory of a reward worker with math-verify loaded, and of one with nothing but the interpreter."""
+LARGEST_KEPT_BYTES = 32 * 2**20
+"""glibc keeps smaller pieces that are freed for itself (`M_MMAP_THRESHOLD`'s greatest value)."""
 VLLM_SERVER_BYTES = 2 * GIB
 VLLM_STEP_TOKENS = 8192
 
@@ -55,7 +58,7 @@ class Assumptions:
             parameter and token) and updates (6, or 8 with gradient checkpointing) reach.
         generated_tokens_per_s, forwarded_tokens_per_s (`float` or None): of all devices together; None for what
             follows from the shares.
-        stage_overhead_s (`float`): publishing, starting the engine, and handing over the device, a stage.
+        stage_overhead_s (`float`): publishing, waking vLLM, and handing over the device, a stage.
     """
 
     device: str = "H200"
@@ -241,7 +244,10 @@ class _Planner:
         untied = config.starts_vllm and self.options.on_cpu
         policies = min(kept, kept if config.keep_policies is None else max(config.keep_policies, 1))
         masters = self.launch.sharding in ("zero2", "zero3") and work.compute_bytes < 4
-        one = disk.checkpoint(a, work.weight_bytes, work.trainable, tokenizer, not config.save_only_model, masters)
+        weights = disk.checkpoint(a, work.weight_bytes, work.trainable, tokenizer, not config.save_only_model, masters)
+        one = weights + disk.run_state(
+            schedule.num_updates / max(1.0, config.logging_steps), self.launch.num_processes
+        )
         written = self._checkpoints_written()
         held = min(written, config.save_total_limit or written)
         self.plan.disk |= {
@@ -362,8 +368,10 @@ class _Planner:
     def _host_of_a_cpu_run(self, a: Architecture) -> None:
         config, ranks = self.options.config, self.launch.processes_per_node
         optimization, rollout = sum(self.plan.optimization.values()), sum(self.plan.rollout.values())
-        publishing = sum(memory.training_state(a, self._work, self.launch).values())
-        publishing += memory.published(a, self._work, untied=config.starts_vllm)
+        state = sum(memory.training_state(a, self._work, self.launch).values())
+        publishing = state + memory.published(a, self._work, untied=config.starts_vllm)
+        if self.plan.rollout.get("KV cache", 0) < 2 * a.layers * LARGEST_KEPT_BYTES:
+            optimization += max(0, rollout - state)  # freed, and kept by the C library
         servers, together = self._cpu_servers(a), config.vllm_release != "stop"
         optimizing = ranks * optimization + (servers if together else 0)
         generating = ranks * rollout + servers
@@ -384,11 +392,14 @@ class _Planner:
     def _processes(self) -> dict[str, int]:
         """Host memory of interpreters and libraries: of the ranks of a node, and of the reward workers."""
         config = self.options.config
-        scored_outside = [name for name in reward_names(self.options.script) if name == "math" or ":" in str(name)]
-        workers = 0 if config.train_on_stage else config.reward_threads * len(scored_outside)
+        sizes = [
+            MATH_WORKER_BYTES if name == "math" else REWARD_WORKER_BYTES
+            for name in reward_names(self.options.script)
+            if name == "math" or ":" in str(name)
+        ]
         return {
             "libraries": self.launch.processes_per_node * resident_bytes(),
-            "reward workers": workers * REWARD_WORKER_BYTES,
+            "reward workers": 0 if config.train_on_stage else config.reward_threads * sum(sizes),
         }
 
     def _host_of_a_gpu_run(self, a: Architecture) -> None:
@@ -463,7 +474,7 @@ class _Planner:
         )
         rollout = self.plan.tokens["generated"] / generated_per_s / 3600
         optimize = self.plan.tokens["forwarded"] / forwarded_per_s / 3600
-        stages = 0 if config.train_on_stage else self.schedule.num_stages
+        stages = self.schedule.num_stages if config.starts_vllm else 0
         between = stages * assumed.stage_overhead_s / 3600
         self.plan.hours = {
             "rollout": rollout,
