@@ -79,10 +79,10 @@ class StageCallback(TrainerCallback, ExportableState):
     ) -> None:
         self._telemetry.base("other")
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         done, schedule = state.global_step, self._schedule
-        ends_stage = done == schedule.num_updates or done == schedule.first_update(schedule.stage_of(done))
-        if ends_stage and args.save_strategy != SaveStrategy.NO:
+        is_due = done == schedule.num_updates or (
+            args.save_at_stage_end and done == schedule.first_update(schedule.stage_of(done))
+        )
+        if is_due and args.save_strategy != SaveStrategy.NO:
             control.should_save = True

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
 
 COMMANDS = {
     "train": "train from a recipe: mu-grpo train --config recipes/NAME.yaml [--key value …]",
+    "plan": "what a run will need, and what is wrong with it: mu-grpo plan --config recipes/NAME.yaml",
+    "doctor": "whether this machine is ready: mu-grpo doctor [--config recipes/NAME.yaml]",
     "stage": "look at a stage on disk, or mend it: mu-grpo stage show|check|repair PATH",
     "quickstart": "train a small model on sums, show what came of it [--task arithmetic|smollm2] [--engine vllm]",
 }
@@ -24,10 +27,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("command", choices=COMMANDS)
     command = parser.parse_args(argv[:1]).command
     sys.path.insert(0, os.getcwd())  # as with `python -m`: `module:function` rewards may lie in the working directory
-    if command == "train":
-        from .train import main as run
-    elif command == "stage":
-        from .stage_cli import main as run
-    else:
-        from .lab.quickstart import main as run
+    with contextlib.redirect_stdout(sys.stderr):  # some libraries print when they are imported
+        if command == "train":
+            from .train import main as run
+        elif command == "plan":
+            from .planning.command import main as run
+        elif command == "doctor":
+            from .planning.doctor import main as run
+        elif command == "stage":
+            from .stage_cli import main as run
+        else:
+            from .lab.quickstart import main as run
     run(argv[1:])

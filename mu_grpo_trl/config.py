@@ -145,6 +145,13 @@ class MuGRPOConfig(GRPOConfig):
             μ, optimizer updates on one stage, so a stage holds `stage_updates × prompts_per_update` prompt groups.
         shuffle_stage (`bool`, *optional*, defaults to `False`):
             Permute the prompt groups among the updates of their stage, beyond the permutation of each epoch.
+        train_on_stage (`str`, *optional*):
+            Folder of a complete stage to take all updates on, once, instead of generating: no engine starts.
+            `prompts_per_update` may be another than the stage was filled for; prompt groups that fill no update are
+            left out. The number of updates follows, and `max_steps` can only lower it. What the stage was generated
+            with (dataset, tokenizer, sampling, rewards) must be the same.
+        save_at_stage_end (`bool`, *optional*, defaults to `True`):
+            Write a checkpoint at the end of every stage, beside those of `save_steps`. Off where stages are short.
         epsilon (`float`, *optional*):
             The ratio is clipped below at `1 − epsilon`. Defaults to 1.0, and to 0.2 for `objective="grpo"`.
         epsilon_high (`float`, *optional*):
@@ -284,6 +291,8 @@ class MuGRPOConfig(GRPOConfig):
     prompts_per_update: int = field(default=32, metadata={"help": "B_mini, prompt groups per update over all ranks."})
     stage_updates: int = field(default=1024, metadata={"help": "μ, updates per stage."})
     shuffle_stage: bool = field(default=False, metadata={"help": "Permute groups among the updates of a stage."})
+    train_on_stage: str | None = field(default=None, metadata={"help": "A complete stage to train on, once."})
+    save_at_stage_end: bool = field(default=True, metadata={"help": "A checkpoint at the end of every stage."})
     veto_scope: str | None = field(default=None, metadata={"help": f"One of {VETO_SCOPES}."})
     veto_threshold: float = field(default=1e-4, metadata={"help": "τ_c, ratio below which a token triggers the veto."})
     m2po_threshold: float = field(default=0.04, metadata={"help": "Limit on the mean squared log-ratio of M2PO."})
@@ -349,7 +358,7 @@ class MuGRPOConfig(GRPOConfig):
         self.steps_per_generation = self.generation_batch_size = None
         self.generation_kwargs = _as_dict("generation_kwargs", self.generation_kwargs)
         self.chat_template_kwargs = self.template_kwargs
-        self._check_shares_of_ranks()
+        self.check_ranks(self.world_size)
         self._check_accelerator()
         self._check_generation_kwargs()
         self._check_vllm()
@@ -464,15 +473,25 @@ class MuGRPOConfig(GRPOConfig):
                 "share. Name a folder on each node's own disk, or leave `replicate_stages` out."
             )
 
-    def _check_shares_of_ranks(self) -> None:
+        if self.train_on_stage and self.anchor == "trainer":
+            raise ValueError(
+                f"`anchor='trainer'` contradicts `train_on_stage={self.train_on_stage!r}`: its log-probs are kept in "
+                "the stage's folder, which belongs to the run that filled it. Use `anchor: engine`."
+            )
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """
+        Raises:
+            `ValueError`: an update has fewer responses than there are ranks.
+        """
         assert self.num_generations is not None
         rows = self.prompts_per_update * self.num_generations
-        if rows < self.world_size:
+        if rows < num_ranks:
             raise ValueError(
                 f"`prompts_per_update={self.prompts_per_update}` × `num_generations={self.num_generations}` gives "
-                f"{rows} responses an update, fewer than the {self.world_size} ranks that share it: some would never "
+                f"{rows} responses an update, fewer than the {num_ranks} ranks that share it: some would never "
                 "have work. Raise `prompts_per_update` to at least "
-                f"{math.ceil(self.world_size / self.num_generations)}, or launch fewer processes."
+                f"{math.ceil(num_ranks / self.num_generations)}, or launch fewer processes."
             )
 
     def _check_accelerator(self) -> None:
@@ -598,6 +617,11 @@ class MuGRPOConfig(GRPOConfig):
     def meetings_path(self) -> Path:
         """Folder shared by all ranks, where they tell each other how they are."""
         return self.output_path if self.replicate_stages else self.stages_path
+
+    @property
+    def starts_vllm(self) -> bool:
+        """Whether the main process talks to vLLM servers in this run."""
+        return self.rollout_engine == "vllm" and not self.train_on_stage
 
     @property
     def reward_threads(self) -> int:

@@ -25,6 +25,7 @@ from .rollout.vllm_client import ClientOptions, VLLMEngine
 from .rollout.vllm_process import ManagedServer, ServerOptions, device_sets
 from .schedule import Schedule
 from .stage.schema import MANIFEST_NAME, ManifestLostError, read_manifest
+from .stored import stored_schedule
 from .telemetry import peak_flops
 
 _REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
@@ -58,21 +59,33 @@ def check_run(config: MuGRPOConfig, eval_dataset: Any, peft_config: Any) -> None
         raise TypeError(
             f"`args` is a {type(config).__name__}. Use `MuGRPOConfig`: it takes the same options and more."
         )
-    if config.eval_strategy != "no" and eval_dataset is None:
-        raise ValueError(
-            f"`eval_strategy={IntervalStrategy(config.eval_strategy).value!r}` needs an `eval_dataset`. Pass one, or "
-            "set it to 'no'."
-        )
+    check_evaluation(config, eval_dataset)
     named = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
     for name, dataset in named.items():
         if dataset is not None and "prompt" not in (dataset.column_names or ("prompt",)):
             raise ValueError(f"{name!r} has no column 'prompt'. Its columns: {', '.join(dataset.column_names)}.")
     if peft_config is not None:
-        _check_adapter(peft_config)
+        check_adapter(peft_config)
     _check_folders(config)
 
 
-def _check_adapter(peft_config: Any) -> None:
+def check_evaluation(config: MuGRPOConfig, eval_dataset: Any) -> None:
+    """
+    Raises:
+        `ValueError`: evaluation is asked for, and there is nothing to evaluate on.
+    """
+    if config.eval_strategy != "no" and eval_dataset is None:
+        raise ValueError(
+            f"`eval_strategy={IntervalStrategy(config.eval_strategy).value!r}` needs an `eval_dataset`. Pass one, or "
+            "set it to 'no'."
+        )
+
+
+def check_adapter(peft_config: Any) -> None:
+    """
+    Raises:
+        `ValueError`: the adapter is none that can be merged for the engine.
+    """
     kind = getattr(peft_config.peft_type, "value", peft_config.peft_type)
     if kind != "LORA":
         raise ValueError(f"A {kind} adapter cannot be merged into the weights the engine loads. Use a `LoraConfig`.")
@@ -268,6 +281,8 @@ def check_dataset(
 
 def make_schedule(config: MuGRPOConfig, num_prompts: int) -> Schedule:
     """The run's schedule; sets `max_steps` to its number of updates."""
+    if config.train_on_stage:
+        return stored_schedule(config, read_manifest(config.train_on_stage))
     config.max_steps = Schedule.num_updates_for(
         config.max_steps, config.num_train_epochs, num_prompts, config.prompts_per_update
     )
@@ -343,7 +358,7 @@ def managed_servers(config: MuGRPOConfig, context_length: int) -> list[ManagedSe
         dtype="bfloat16" if config.bf16 else "float16" if config.fp16 else "float32",
         enable_sleep_mode=config.vllm_release == "sleep" and bool(devices),
         extra_args=tuple(server_args),
-        env=({} if devices else _cpu_server_env()) | ({"VLLM_API_KEY": key} if (key := _api_key(config)) else {}),
+        env=({} if devices else cpu_server_env()) | ({"VLLM_API_KEY": key} if (key := _api_key(config)) else {}),
     )
     sets = device_sets(config.vllm_num_servers, config.vllm_tensor_parallel_size, devices)
     return [ManagedServer(options, number, ids) for number, ids in enumerate(sets)]
@@ -353,7 +368,7 @@ def _api_key(config: MuGRPOConfig) -> str | None:
     return config.vllm_api_key or os.environ.get("VLLM_API_KEY") or None
 
 
-def _cpu_server_env() -> dict[str, str]:
+def cpu_server_env() -> dict[str, str]:
     """On the CPU a server's KV cache takes an eighth of the memory, unless the environment says otherwise."""
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**30
     defaults = {"VLLM_CPU_KVCACHE_SPACE": str(max(1, memory_gib // 8))}

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
-import yaml
 from datasets import Dataset
 from trl import ModelConfig, TrlParser, get_peft_config
 
@@ -31,6 +30,7 @@ from .lab import load_task
 from .locks import FolderInUseError
 from .options import as_declared, nearest
 from .preflight import check_rewards
+from .recipe import Setting, read_recipe
 from .rewards.functions import RewardError
 from .rewards.math import check_golds
 from .rollout.engine import EngineError
@@ -89,16 +89,6 @@ class ScriptArguments:
 PARSED_CLASSES = (ScriptArguments, MuGRPOConfig, ModelConfig)
 
 
-class _RecipeLoader(yaml.SafeLoader):
-    """Refuses a key given twice, of which YAML would keep the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
-        if repeated := {key for key in keys if keys.count(key) > 1}:
-            raise yaml.constructor.ConstructorError(problem=f"{sorted(repeated)} given more than once")
-        return super().construct_mapping(node, deep)
-
-
 class _Parser(TrlParser):
     """Raises what argparse would print below hundreds of lines of usage."""
 
@@ -120,13 +110,24 @@ def parse(argv: Sequence[str]) -> tuple[ScriptArguments, MuGRPOConfig, ModelConf
         known, rest = launcher.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise ValueError(f"{error}: give the recipe's path after it.") from error
+    recipe = {} if known.config is None else check_recipe(known.config)
+    os.environ.update({name: str(value) for name, value in (recipe.pop("env", None) or {}).items()})
+    return parse_options(recipe, rest)
+
+
+def parse_options(
+    recipe: dict[str, Any], arguments: Sequence[str]
+) -> tuple[ScriptArguments, MuGRPOConfig, ModelConfig]:
+    """
+    Options from a checked recipe (without its `env`) and `--key value` arguments, which win.
+
+    Raises:
+        `ValueError`: as [`parse`].
+    """
     parser = _Parser(PARSED_CLASSES, allow_abbrev=False)  # type: ignore[arg-type]  # any iterable of classes
     parser.set_defaults(lora_dropout=0.0)  # the trainer turns dropout off
-    if known.config is not None:
-        recipe = check_recipe(known.config)
-        os.environ.update({name: str(value) for name, value in (recipe.pop("env", None) or {}).items()})
-        parser.set_defaults_with_config(**recipe)
-    *parsed, unknown = parser.parse_args_into_dataclasses(rest, return_remaining_strings=True)
+    parser.set_defaults_with_config(**recipe)
+    *parsed, unknown = parser.parse_args_into_dataclasses(list(arguments), return_remaining_strings=True)
     if unknown:
         options = [option for option in parser._option_string_actions if option.startswith("--")]
         raise ValueError(f"Unknown option {unknown[0]!r}.{nearest(unknown[0].partition('=')[0], options)}")
@@ -136,30 +137,36 @@ def parse(argv: Sequence[str]) -> tuple[ScriptArguments, MuGRPOConfig, ModelConf
 
 def check_recipe(path: Path) -> dict[str, Any]:
     """
-    The mapping in a recipe, every key of it known and every value of the option's type.
+    The options in a recipe and its bases, every key of them known and every value of the option's type.
 
     Raises:
-        `ValueError`: the file is missing, is no YAML mapping, or has an unknown or repeated key or a wrong value.
+        `ValueError`: what [`~mu_grpo_trl.recipe.read_recipe`] refuses, an unknown key, or a wrong value.
     """
+    types = option_types()
+    return {key: check_setting(key, setting, types) for key, setting in read_recipe(path).items()}
+
+
+def option_types() -> dict[str, Any]:
+    """Declared types of all that a recipe may hold, by name."""
+    types = {name: kind for options in PARSED_CLASSES for name, kind in get_type_hints(options).items()}
+    return types | {"env": dict[str, Any] | None}
+
+
+def check_setting(key: Any, setting: Setting, types: dict[str, Any]) -> Any:
+    """
+    The value of a setting, as one of `types` says.
+
+    Raises:
+        `ValueError`: naming the recipe, when there is no such option, or the value is not of its type.
+    """
+    if key not in types:
+        raise ValueError(f"{setting.path}: unknown key {key!r}.{nearest(key, types)}")
+    if key in TAKES_BOOL_TOO:
+        return setting.value
     try:
-        recipe = yaml.load(path.read_text(encoding="utf-8"), Loader=_RecipeLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"The recipe {str(path)!r} cannot be read ({error}). Recipes are in `recipes/`.") from error
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML: {error}") from error
-    if not isinstance(recipe, dict):
-        raise ValueError(f"{path} holds a {type(recipe).__name__}, not `key: value` lines.")
-    annotations = {name: kind for options in PARSED_CLASSES for name, kind in get_type_hints(options).items()}
-    annotations["env"] = dict[str, Any] | None
-    for key, value in recipe.items():
-        if key not in annotations:
-            raise ValueError(f"{path}: unknown key {key!r}.{nearest(key, annotations)}")
-        if key not in TAKES_BOOL_TOO:
-            try:
-                recipe[key] = as_declared(key, value, annotations[key])
-            except ValueError as error:
-                raise ValueError(f"{path}: {error}") from error
-    return recipe
+        return as_declared(key, setting.value, types[key])
+    except ValueError as error:
+        raise ValueError(f"{setting.path}: {error}") from error
 
 
 def recipe_path(name: str) -> Path:
@@ -212,12 +219,9 @@ def usable_golds(dataset: Dataset, script: ScriptArguments, config: MuGRPOConfig
 
 def make_trainer(script: ScriptArguments, config: MuGRPOConfig, model: ModelConfig) -> MuGRPOTrainer:
     """A trainer for a parsed recipe. Data, rewards and servers are checked before the model is loaded."""
-    if not model.model_name_or_path:
-        raise ValueError("`model_name_or_path` is not set. Give a Hub id or a local folder.")
-    if model.load_in_4bit or model.load_in_8bit:
-        raise ValueError("`load_in_4bit`/`load_in_8bit`: a quantized policy cannot be published without loss yet.")
+    check_model(model)
     dataset = load_dataset(script)
-    rewards: list[Any] = [*script.reward_funcs, *filter(None, [script.reward_model_name_or_path])]
+    rewards = reward_names(script)
     check_rewards(rewards, dataset.column_names)
     if "math" in rewards:
         dataset = usable_golds(dataset, script, config)
@@ -228,12 +232,28 @@ def make_trainer(script: ScriptArguments, config: MuGRPOConfig, model: ModelConf
         **config.model_kwargs,
     }
     return MuGRPOTrainer(
-        model=model.model_name_or_path,
+        model=str(model.model_name_or_path),
         reward_funcs=rewards,
         args=config,
         train_dataset=dataset,
         peft_config=adapter(model),
     )
+
+
+def check_model(model: ModelConfig) -> None:
+    """
+    Raises:
+        `ValueError`: no model is named, or one to be quantized.
+    """
+    if not model.model_name_or_path:
+        raise ValueError("`model_name_or_path` is not set. Give a Hub id or a local folder.")
+    if model.load_in_4bit or model.load_in_8bit:
+        raise ValueError("`load_in_4bit`/`load_in_8bit`: a quantized policy cannot be published without loss yet.")
+
+
+def reward_names(script: ScriptArguments) -> list[Any]:
+    """The recipe's rewards, the reward model among them."""
+    return [*script.reward_funcs, *filter(None, [script.reward_model_name_or_path])]
 
 
 def adapter(model: ModelConfig) -> Any:

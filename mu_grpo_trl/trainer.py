@@ -32,7 +32,8 @@ from .rollout.transformers_engine import TransformersEngine
 from .running import ended_with_peers, lock_folders, running
 from .signals import StopRequest
 from .stage.reader import StageReader
-from .staging import StageMaker, TrainingState
+from .staging import TrainingState
+from .stored import make_stage_maker
 from .telemetry import Telemetry, write_summary
 from .update import BatchOptions, StageBatches, UpdateBatch, check_first_ratios, m2po_update_clip, make_objective
 
@@ -122,7 +123,7 @@ class MuGRPOTrainer(PushesWithoutStages, WholeCheckpoints, GRPOTrainer):
             on_error=args.reward_error,  # type: ignore[arg-type]  # checked by the config
         )
         engine = None
-        if args.rollout_engine == "vllm" and args.process_index == 0:
+        if args.starts_vllm and args.process_index == 0:
             engine = preflight.make_vllm_engine(args, model_config, limit)
         use_vllm, args.use_vllm = args.use_vllm, False  # the parent would start an engine of its own
         args.generation_batch_size = args.num_generations  # what evaluation logs is kept that long
@@ -156,7 +157,7 @@ class MuGRPOTrainer(PushesWithoutStages, WholeCheckpoints, GRPOTrainer):
             engine = TransformersEngine(
                 shared, self.accelerator.device, self._tokenizer.pad_token_id, self.accelerator.autocast
             )
-        self.stage_maker = StageMaker(
+        self.stage_maker = make_stage_maker(
             args, self.accelerator, self.schedule, train_dataset, self._tokenizer, tuple(self.eos_token_ids),
             context_length, self.rewards, engine, TrainingState(lambda: self.model, lambda: self.model_wrapped,
             lambda: self.optimizer, self.accelerator.autocast), self.telemetry, self.stop_request,

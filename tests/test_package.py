@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 import subprocess
 import sys
@@ -17,13 +18,21 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mu_grpo_trl.recipe import read_recipe
+from mu_grpo_trl.train import check_recipe
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "mu_grpo_trl"
-RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+RECIPES = sorted(
+    path
+    for path in (ROOT / "recipes").rglob("*.yaml")
+    if path.relative_to(ROOT / "recipes").parts[0] not in ("accelerate", "bases", "lab")
+)
 ACCELERATE = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
 
 LAYERS = (
     {"cli"},
+    {"planning"},
     {"evaluation", "lab", "stage_cli", "train"},
     {"trainer"},
     {"report"},
@@ -36,15 +45,17 @@ LAYERS = (
         "preflight",
         "running",
         "staging",
+        "stored",
         "update",
     },
     {"phases", "replicas"},
-    {"config", "data", "hub", "options", "ranks", "trackers"},
+    {"config", "data", "hub", "options", "ranks", "recipe", "trackers"},
     {"rewards", "rollout"},
     {"collapse", "locks", "losses", "schedule", "signals", "stage", "telemetry"},
 )
 """A module imports from its own layer or from one below. A new top-level module needs a place here."""
 
+ON_CPU = {"quickstart", "smollm2-135m-cpu", "deepscaler-smollm2-cpu"}
 LEAF_LIBRARIES = {"numpy", "pyarrow", "torch"}
 PAPER_MODELS = {
     "llama-3.2-3b-instruct": ("meta-llama/Llama-3.2-3B-Instruct", 8192),
@@ -202,19 +213,8 @@ def test_no_file_names_a_path_of_one_machine():
 # Recipes
 
 
-class StrictLoader(yaml.SafeLoader):
-    """Safe loader that refuses a key given twice, of which YAML would silently keep the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
-        repeated = sorted({key for key in keys if keys.count(key) > 1})
-        if repeated:
-            raise yaml.YAMLError(f"{repeated} given more than once")
-        return super().construct_mapping(node, deep)
-
-
 def load_recipe(path: Path) -> dict:
-    return yaml.load(path.read_text(encoding="utf-8"), Loader=StrictLoader)
+    return {key: setting.value for key, setting in read_recipe(path).items()}
 
 
 def config_of(recipe: dict, output_dir: Path):
@@ -231,18 +231,11 @@ def stem(path: Path) -> str:
     return path.stem
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=stem)
-def test_every_key_of_a_recipe_is_an_option(path: Path):
-    from trl import ModelConfig
-
-    from mu_grpo_trl.config import MuGRPOConfig
-    from mu_grpo_trl.train import ScriptArguments
-
-    options = {field.name for options in (MuGRPOConfig, ModelConfig, ScriptArguments) for field in fields(options)}
-    assert not set(load_recipe(path)) - options
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT / "recipes").as_posix()
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=stem)
+@pytest.mark.parametrize("path", RECIPES, ids=name_of)
 def test_every_recipe_is_a_valid_configuration(path: Path, tmp_path: Path):
     recipe = load_recipe(path)
     config = config_of(recipe, tmp_path)
@@ -250,18 +243,133 @@ def test_every_recipe_is_a_valid_configuration(path: Path, tmp_path: Path):
         assert getattr(config, name) == recipe[name]
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=stem)
-def test_the_header_of_a_recipe_launches_it(path: Path):
+@pytest.mark.parametrize("path", RECIPES, ids=name_of)
+def test_the_header_of_a_recipe_launches_it_and_says_on_what_and_for_how_long(path: Path):
     header = path.read_text(encoding="utf-8").split("\n\n")[0]
     assert all(line.startswith("#") for line in header.splitlines())
-    assert f"--config recipes/{path.name}" in header
+    assert f"--config recipes/{name_of(path)}" in header
     for config in re.findall(r"--config_file (\S+)", header):
         assert (ROOT / config).is_file()
+    if path.stem not in ON_CPU:
+        assert "\n# Hardware: " in header
+        assert "\n# Hours: " in header
 
 
-def test_there_is_a_recipe_for_each_model_of_the_paper():
-    on_cpu = {"quickstart", "smollm2-135m-cpu", "deepscaler-smollm2-cpu"}
-    assert {path.stem for path in RECIPES} == {*PAPER_MODELS, *on_cpu}
+def test_the_index_of_the_recipes_is_complete_and_gives_paper_hardware_and_hours():
+    index = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[(\S+)\]\((\S+)\) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", index, flags=re.MULTILINE)
+    assert all(shown == linked for shown, linked, *_ in rows)
+    assert sorted(linked for _, linked, *_ in rows) == sorted(map(name_of, RECIPES))
+
+
+def test_no_two_recipes_write_into_one_folder():
+    folders = {name_of(path): load_recipe(path)["output_dir"] for path in RECIPES}
+    assert len(set(folders.values())) == len(folders)
+
+
+def test_there_is_a_recipe_for_every_experiment_of_the_paper():
+    methods = ("grpo-mu4", "grpo-mu1024", "m2po")
+    table1 = {f"table1/{model}-{method}" for model in PAPER_MODELS for method in methods} | {*PAPER_MODELS}
+    scopes = {f"ablations/scope-{scope}" for scope in ("none", "trigger", "suffix", "non-trigger-suffix")}
+    sweeps = {f"ablations/{sweep}" for sweep in (
+        "tau-1e-1", "tau-1e-2", "tau-1e-6", "upper-3", "upper-10", "upper-inf", "mu-4", "mu-512", "mu-2048", "mu-4096"
+    )}  # fmt: skip
+    budget = {f"fixed-budget/batch-{size}" for size in (32, 64, 128, 256)}
+    names = {name_of(path).removesuffix(".yaml") for path in RECIPES}
+    assert names == table1 | scopes | sweeps | budget | ON_CPU
+
+
+def test_an_ablation_differs_from_the_default_in_one_option_of_the_method(tmp_path: Path):
+    default = config_of(load_recipe(ROOT / "recipes" / "qwen2.5-math-7b.yaml"), tmp_path).to_dict()
+    expected = {
+        "tau-1e-1": ("veto_threshold", 0.1), "tau-1e-2": ("veto_threshold", 0.01),
+        "tau-1e-6": ("veto_threshold", 1e-6),
+        "upper-3": ("epsilon_high", 2.0), "upper-10": ("epsilon_high", 9.0), "upper-inf": ("epsilon_high", math.inf),
+        "scope-none": ("veto_scope", "none"), "scope-trigger": ("veto_scope", "trigger"),
+        "scope-suffix": ("veto_scope", "suffix"), "scope-non-trigger-suffix": ("veto_scope", "non_trigger_suffix"),
+        "mu-4": ("stage_updates", 4), "mu-512": ("stage_updates", 512), "mu-2048": ("stage_updates", 2048),
+        "mu-4096": ("stage_updates", 4096),
+    }  # fmt: skip
+    for path in sorted((ROOT / "recipes" / "ablations").glob("*.yaml")):
+        ours = config_of(load_recipe(path), tmp_path).to_dict()
+        differing = {name: value for name, value in ours.items() if value != default[name]}
+        assert differing.pop("run_name") == f"qwen2.5-math-7b-{path.stem}"
+        if path.stem == "mu-4":
+            assert differing.pop("save_at_stage_end") is False
+        assert [*differing.items()] == [expected[path.stem]]
+
+
+@pytest.mark.parametrize("model", PAPER_MODELS)
+def test_the_baselines_of_table_1_differ_from_mu_grpo_in_the_objective_and_staleness_alone(model: str, tmp_path: Path):
+    default = config_of(load_recipe(ROOT / "recipes" / f"{model}.yaml"), tmp_path)
+    for method, objective, updates, clip in (
+        ("grpo-mu4", "grpo", 4, (0.8, 1.2)),
+        ("grpo-mu1024", "grpo", 1024, (0.8, 1.2)),
+        ("m2po", "m2po", 1024, None),
+    ):
+        config = config_of(load_recipe(ROOT / "recipes" / "table1" / f"{model}-{method}.yaml"), tmp_path)
+        assert (config.objective, config.stage_updates, config.veto_scope) == (objective, updates, "none")
+        assert clip is None or config.clip_range == clip
+        assert config.m2po_threshold == 0.04
+        method_options = {"objective", "stage_updates", "veto_scope", "epsilon", "epsilon_high", "run_name"}
+        others = {name for name, value in config.to_dict().items() if value != default.to_dict()[name]}
+        assert others <= method_options | {"save_at_stage_end"}
+
+
+def test_the_fixed_budget_takes_as_many_updates_as_its_stage_gives():
+    prompts = 40315
+    for size, updates in ((32, 1259), (64, 629), (128, 314), (256, 157)):
+        recipe = load_recipe(ROOT / "recipes" / "fixed-budget" / f"batch-{size}.yaml")
+        assert (recipe["prompts_per_update"], recipe["max_steps"]) == (size, updates)
+        assert updates == prompts // size == 1259 * 32 // size
+        assert recipe.get("train_on_stage") == (None if size == 32 else "runs/fixed-budget/batch-32/stages/stage-000")
+
+
+# Composition
+
+
+def write(folder: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = folder / f"{name.replace('__', '/')}.yaml"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    return folder / "recipe.yaml"
+
+
+def test_later_bases_win_over_earlier_ones_and_own_keys_over_all(tmp_path: Path):
+    recipe = write(
+        tmp_path,
+        recipe="base: [sub/one.yaml, sub/two.yaml]\nseed: 5\n",
+        sub__one="base: root.yaml\nbeta: 0.1\nsave_steps: 1\nseed: 1\n",
+        sub__two="beta: 0.2\nreward_funcs: [b]\nseed: 2\n",
+        sub__root="save_steps: 7\nlogging_steps: 3\nreward_funcs: [a, c]\n",
+    )
+    expected = {"save_steps": 1, "logging_steps": 3, "reward_funcs": ["b"], "beta": 0.2, "seed": 5}
+    assert load_recipe(recipe) == expected
+    assert check_recipe(recipe) == expected
+    assert read_recipe(recipe)["logging_steps"].path.name == "root.yaml"
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"recipe": "base: other.yaml", "other": "base: recipe.yaml"}, "recipe.yaml → other.yaml → recipe.yaml"),
+        ({"recipe": "base: recipe.yaml"}, "`base` goes in a circle"),
+        ({"recipe": "base: nowhere.yaml"}, "nowhere.yaml' cannot be read .* It is a `base` of .*recipe.yaml"),
+        ({"recipe": "base: 3"}, "recipe.yaml: `base=3` is not the path of a recipe"),
+        ({"recipe": "base: other.yaml", "other": "sed: 3"}, "other.yaml: unknown key 'sed'. Did you mean 'seed'"),
+        ({"recipe": "base: other.yaml", "other": "seed: x"}, "other.yaml: `seed='x'` is not a whole number"),
+        ({"recipe": "base: other.yaml", "other": "seed: 1\nseed: 2"}, "other.yaml is not YAML: .*more than once"),
+    ],
+)
+def test_a_base_that_is_wrong_is_named(tmp_path: Path, files: dict[str, str], message: str):
+    with pytest.raises(ValueError, match=message):
+        check_recipe(write(tmp_path, **files))
+
+
+def test_a_base_may_be_named_twice_when_it_is_not_its_own(tmp_path: Path):
+    recipe = write(tmp_path, recipe="base: [one.yaml, two.yaml]", one="base: two.yaml\nseed: 1", two="seed: 2")
+    assert load_recipe(recipe) == {"seed": 2}
 
 
 @pytest.mark.parametrize("name", PAPER_MODELS)
