@@ -25,7 +25,10 @@ from tools.options_page import GROUPS, HERE, PAGE, UNITS, own_options, page
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
-TEXTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")] + DOCS
+TEXTS = [
+    ROOT / name
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "recipes/README.md")
+] + DOCS
 OPTIONS = {field.name for options in PARSED_CLASSES for field in fields(options)}
 QUICKSTART_OPTIONS = {"task", "engine", "seed", "output"}
 
@@ -173,7 +176,7 @@ def test_recipes_in_pages_have_only_options(path: Path):
     for text in blocks(path, "yaml"):
         content = yaml.safe_load(text)
         if isinstance(content, dict) and OPTIONS & content.keys():
-            assert content.keys() - OPTIONS - {"env"} == set()
+            assert content.keys() - OPTIONS - {"base", "env"} == set()
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=by_name)

@@ -15,7 +15,12 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
-PAGES = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md", "benchmarks.md": "benchmarks/README.md"}
+PAGES = {
+    "contributing.md": "CONTRIBUTING.md",
+    "changelog.md": "CHANGELOG.md",
+    "benchmarks.md": "benchmarks/README.md",
+    "experiments.md": "recipes/README.md",
+}
 """Pages of the site by the file that each is made of."""
 
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)")

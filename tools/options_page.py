@@ -35,7 +35,10 @@ GROUPS = {
         "vllm_api_key", "vllm_gpu_memory_utilization",
     ),
     "Rewards": ("reward_workers", "reward_timeout_s", "reward_error", "no_signal"),
-    "Stages on disk, and the device": ("stage_dir", "replicate_stages", "keep_stages", "keep_policies", "offload"),
+    "Stages on disk, and the device": (
+        "stage_dir", "replicate_stages", "keep_stages", "keep_policies", "save_at_stage_end",
+        "train_on_stage", "offload",
+    ),
     "Optimizer": ("learning_rate", "lr_scheduler_type", "weight_decay"),
     "Memory and speed": (
         "max_tokens_per_microbatch", "per_device_train_batch_size", "skip_zero_advantage", "sort_by_length",
@@ -108,7 +111,8 @@ Written by `python -m tools.options_page` from the classes that declare the opti
 A recipe is a flat YAML file of these keys. Each can be given behind it too, and wins: `--stage_updates 256`. In Python
 those of `MuGRPOConfig` are its arguments; those of the recipe's data and model are arguments of `load_prompts`,
 `MuGRPOTrainer` and `LoraConfig`. An unknown key, a key given twice and a value of a wrong type stop the run, with the
-nearest valid name. One more key, `env`, is a mapping of environment variables that are set before anything is loaded.
+nearest valid name. Two more keys: `base` names recipes that this one is written on top of, and `env` is a mapping of
+environment variables that are set before anything is loaded.
 
 *unset* means `None`.
 """
