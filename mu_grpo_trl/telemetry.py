@@ -45,8 +45,8 @@ def peak_flops(device_name: str) -> float | None:
 class Telemetry:
     """
     Exclusive wall-clock intervals of one process: at any moment exactly one kind runs, so that the kinds add up to the
-    time since [`start`]. Entering a kind inside another pauses the outer one. `cpu_seconds` has the same in CPU seconds
-    of this process (all of its threads, none of its children, and not across a resume).
+    time since [`start`]. Entering a kind inside another pauses the outer one. `cpu_seconds` has the same in CPU
+    seconds of this process (all of its threads, none of its children, and not across a resume).
 
     ```python
     telemetry.start()

@@ -81,7 +81,8 @@ class Cell:
         return self.num_updates * self.settings["prompts_per_update"] * self.settings["num_generations"]
 
     def to_dict(self) -> dict[str, Any]:
-        """As it stands in results."""
+        """As it stands in results: JSON, where an infinite bound is text."""
+        infinite = {name: str(value) for name, value in self.settings.items() if value == math.inf}
         return {
             "id": self.id,
             "task": self.task,
@@ -91,7 +92,7 @@ class Cell:
             "learning_rate": self.learning_rate,
             "seed": self.seed,
             "num_updates": self.num_updates,
-            "settings": self.settings,
+            "settings": self.settings | infinite,
             "evaluation": self.evaluation,
         }
 
@@ -133,7 +134,9 @@ class Experiment:
         """
         for kind, names in (("tasks", self.tasks), ("methods", self.methods)):
             if unknown := set(names) - set(base[kind]):
-                raise GridError(f"{self.name}.yaml: unknown {kind} {sorted(unknown)}: {BASE_NAME} has {[*base[kind]]}.")
+                raise GridError(
+                    f"{self.name}.yaml: unknown {kind} {sorted(unknown)}: {BASE_NAME} has {[*base[kind]]}."
+                )
         seeds = enumerate(self.seeds)
         grid = itertools.product(seeds, self.tasks, self.learning_rates, self.vary, self.methods)
         for number, ((nth_seed, seed), task, learning_rate, point, method) in enumerate(grid):
@@ -150,8 +153,8 @@ class Experiment:
             for length in (cell.stage_updates, base["evaluation"]["every"]):
                 if cell.num_updates % length:
                     raise GridError(
-                        f"{self.name}.yaml: {cell}: {cell.num_updates} updates are no multiple of {length} (μ, and the "
-                        "updates between evaluations, must divide them)."
+                        f"{self.name}.yaml: {cell}: {cell.num_updates} updates are no multiple of {length} (μ, and "
+                        "the updates between evaluations, must divide them)."
                     )
             yield cell
 
@@ -197,7 +200,9 @@ def load_grid(names: Sequence[str] = (), folder: Path | None = None) -> list[Cel
         for cell in experiment.cells(base):
             same = cells.setdefault(cell.id, cell)
             if same.method != cell.method:
-                raise GridError(f"{cell.id} is called {same.method!r} by {same.experiments}, but {cell.method!r} here.")
+                raise GridError(
+                    f"{cell.id} is called {same.method!r} by {same.experiments}, but {cell.method!r} here."
+                )
             if same is not cell:
                 joined = tuple(dict.fromkeys((*same.experiments, *cell.experiments)))
                 cells[cell.id] = replace(same, experiments=joined, priority=min(same.priority, cell.priority))

@@ -80,9 +80,8 @@ def reuse(path: Path, cells: Iterable[Cell], root: Path) -> int:
         `int`: how many were taken.
     """
     wanted = {cell.id: cell for cell in cells if not is_finished(cell, root)}
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
     taken = 0
-    with opened as lines:
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
         for result in map(json.loads, lines):
             cell = wanted.pop(result["cell"]["id"], None) if result["schema"] == SCHEMA else None
             if cell is not None:
