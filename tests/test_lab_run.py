@@ -86,9 +86,10 @@ def test_a_cell_is_named_by_all_that_decides_its_result():
 
 
 def test_a_new_schema_renames_every_cell(monkeypatch):
-    before = load_grid(["main"])[0]
-    monkeypatch.setattr(grid, "SCHEMA", 2)
-    assert replace(before).id != before.id
+    cell = load_grid(["main"])[0]
+    before = cell.id
+    monkeypatch.setattr(grid, "SCHEMA", grid.SCHEMA + 1)
+    assert replace(cell).id != before
 
 
 def test_cells_run_by_priority_and_then_seed_by_seed(tmp_path: Path):

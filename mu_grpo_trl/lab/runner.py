@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -28,8 +29,8 @@ from .grid import SCHEMA, Cell
 from .tasks import make_warm_start, warm_start_folder
 
 ERROR_NAME = "error.txt"
-MS_PER_RESPONSE = 1.5
-"""First guess of CPU milliseconds, until there are results of the task."""
+MS_PER_RESPONSE = 3.5
+"""First guess of CPU milliseconds per response, evaluation included, until there are results."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +61,25 @@ def is_finished(cell: Cell, root: Path) -> bool:
 
 def seconds_left(cells: Iterable[Cell], root: Path) -> float:
     """CPU seconds that the unfinished ones of `cells` will take, by what finished ones of the same task took."""
-    finished = [cell for cell in cells if is_finished(cell, root)]
+    left = []
     spent: dict[str, float] = {}
     responses: dict[str, int] = {}
-    for cell in finished:
-        times = json.loads((cell_folder(cell, root) / RESULT_NAME).read_text(encoding="utf-8"))["times"]
-        spent[cell.task] = spent.get(cell.task, 0.0) + times["total_cpu_s"] + times["evaluation_cpu_s"]
-        responses[cell.task] = responses.get(cell.task, 0) + cell.num_responses
+    for cell in cells:
+        path = cell_folder(cell, root) / RESULT_NAME
+        if path.exists():
+            spent[cell.task] = spent.get(cell.task, 0.0) + _cpu_seconds(path)
+            responses[cell.task] = responses.get(cell.task, 0) + cell.num_responses
+        else:
+            left.append(cell)
     rates = {task: spent[task] / responses[task] for task in spent}
     usual = sum(rates.values()) / len(rates) if rates else MS_PER_RESPONSE / 1000
-    return sum(cell.num_responses * rates.get(cell.task, usual) for cell in cells if not is_finished(cell, root))
+    return sum(cell.num_responses * rates.get(cell.task, usual) for cell in left)
+
+
+@cache
+def _cpu_seconds(result: Path) -> float:
+    times = json.loads(result.read_text(encoding="utf-8"))["times"]
+    return times["total_cpu_s"] + times["evaluation_cpu_s"]
 
 
 def reuse(path: Path, cells: Iterable[Cell], root: Path) -> int:
