@@ -27,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("docs/lab"), help="folder to write (default: docs/lab)")
     arguments = parser.parse_args(argv)
     try:
-        tuning_seeds = frozenset(load_experiments()["tuning"].seeds)
+        tuning = [experiment for name, experiment in load_experiments().items() if name.endswith("tuning")]
+        tuning_seeds = frozenset(seed for experiment in tuning for seed in experiment.seeds)
         cells = arguments.cells or arguments.runs / "lab" / "cells"
         summary = write_report(cells, arguments.output, load_grid(), tuning_seeds)
     except (ValueError, FileNotFoundError) as error:
