@@ -23,11 +23,12 @@ export PATH := $(BIN):$(PATH)
 export MU_GRPO_VLLM_PYTHON ?= $(CURDIR)/.venv-vllm/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv .venv-vllm test test-fast lint format typecheck quickstart smollm2 faults docs clean
+.PHONY: help .venv .venv-vllm test test-fast lint format typecheck quickstart smollm2 lab faults docs clean
 
 help:
 	@echo 'make quickstart [ENGINE=transformers|vllm]   train a tiny model on sums and show what came of it'
 	@echo 'make smollm2      train SmolLM2-135M-Instruct on sums, through a vLLM server on the CPU'
+	@echo 'make lab          the main comparison of the paper on tiny tasks, and its report; LAB=full: every experiment'
 	@echo 'make test         all tests (about 15 minutes on 2 cores); ARGS="-k name" chooses among them'
 	@echo 'make test-fast    the tests that need no vLLM server, no second process and no patience'
 	@echo 'make faults       inject faults into real runs and write docs/reliability.md; ARGS="--only TEXT" chooses'
@@ -46,6 +47,10 @@ help:
 
 .venv/.quickstart: .venv/.created pyproject.toml
 	$(PIP) -e '.[quickstart]'
+	@touch $@
+
+.venv/.lab: .venv/.quickstart
+	$(PIP) -e '.[lab]'
 	@touch $@
 
 .venv/.dev: .venv/.quickstart
@@ -83,6 +88,10 @@ quickstart: .venv/.quickstart $(if $(filter vllm,$(ENGINE)),.venv-vllm/.installe
 
 smollm2: .venv/.dev .venv-vllm/.installed
 	$(BIN)/mu-grpo quickstart --task smollm2 $(ARGS)
+
+lab: .venv/.lab
+	$(BIN)/mu-grpo lab run $(if $(filter full,$(LAB)),all) $(ARGS)
+	$(BIN)/mu-grpo lab report
 
 faults: .venv/.dev .venv-vllm/.installed
 	$(BIN)/python -m tests.faults $(ARGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,16 @@ COMMANDS = {
     "plan": "what a run will need, and what is wrong with it: mu-grpo plan --config recipes/NAME.yaml",
     "doctor": "whether this machine is ready: mu-grpo doctor [--config recipes/NAME.yaml]",
     "stage": "look at a stage on disk, or mend it: mu-grpo stage show|check|repair PATH",
+    "lab": "the paper's experiments on tiny tasks: mu-grpo lab list|run|report",
     "quickstart": "train a small model on sums, show what came of it [--task arithmetic|smollm2] [--engine vllm]",
+}
+MODULES = {
+    "train": "train",
+    "plan": "planning.command",
+    "doctor": "planning.doctor",
+    "stage": "stage_cli",
+    "lab": "lab.cli",
+    "quickstart": "lab.quickstart",
 }
 
 
@@ -28,14 +38,5 @@ def main(argv: Sequence[str] | None = None) -> None:
     command = parser.parse_args(argv[:1]).command
     sys.path.insert(0, os.getcwd())  # as with `python -m`: `module:function` rewards may lie in the working directory
     with contextlib.redirect_stdout(sys.stderr):  # some libraries print when they are imported
-        if command == "train":
-            from .train import main as run
-        elif command == "plan":
-            from .planning.command import main as run
-        elif command == "doctor":
-            from .planning.doctor import main as run
-        elif command == "stage":
-            from .stage_cli import main as run
-        else:
-            from .lab.quickstart import main as run
-    run(argv[1:])
+        module = importlib.import_module(f".{MODULES[command]}", __package__)
+    module.main(argv[1:])

@@ -45,7 +45,8 @@ def peak_flops(device_name: str) -> float | None:
 class Telemetry:
     """
     Exclusive wall-clock intervals of one process: at any moment exactly one kind runs, so that the kinds add up to the
-    time since [`start`]. Entering a kind inside another pauses the outer one.
+    time since [`start`]. Entering a kind inside another pauses the outer one. `cpu_seconds` has the same in CPU
+    seconds of this process (all of its threads, none of its children, and not across a resume).
 
     ```python
     telemetry.start()
@@ -62,13 +63,15 @@ class Telemetry:
     def __init__(self, peak_flops: float | None = None) -> None:
         self._peak_flops = peak_flops
         self.seconds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
+        self.cpu_seconds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
         self.counts: dict[str, float] = defaultdict(float)
         self._stack = ["other"]
         self._since: float | None = None
+        self._cpu_since = 0.0
 
     def start(self) -> None:
         """Begin (or go on) measuring; time outside every interval is `other` (see [`base`])."""
-        self._since = time.perf_counter()
+        self._since, self._cpu_since = time.perf_counter(), time.process_time()
 
     def stop(self) -> None:
         """Stop measuring, keeping what was measured."""
@@ -143,9 +146,10 @@ class Telemetry:
 
     def _charge(self) -> None:
         if self._since is not None:
-            now = time.perf_counter()
+            now, cpu_now = time.perf_counter(), time.process_time()
             self.seconds[self._stack[-1]] += now - self._since
-            self._since = now
+            self.cpu_seconds[self._stack[-1]] += cpu_now - self._cpu_since
+            self._since, self._cpu_since = now, cpu_now
 
 
 def write_summary(path: Path, telemetry: Telemetry, schedule: Schedule, num_updates: int) -> dict[str, float]:

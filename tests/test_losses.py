@@ -378,10 +378,11 @@ def test_empty_batch_gives_a_differentiable_zero(shape: tuple[int, int]) -> None
         assert outputs.sums.tolist() == [0.0] * len(SUM_NAMES)
 
 
-def random_inputs(seed: int, rows: int = 16, width: int = 12) -> LossInputs:
+def random_inputs(seed: int, rows: int = 16, width: int = 12, drift: float = 8.0) -> LossInputs:
+    """Ragged rows whose log-ratios have the standard deviation `drift`; one `b_t` in ten is missing."""
     generator = torch.Generator().manual_seed(seed)
     behavior = -4 * torch.rand(rows, width, generator=generator)
-    policy = behavior + 8 * torch.randn(rows, width, generator=generator)
+    policy = behavior + drift * torch.randn(rows, width, generator=generator)
     behavior[torch.rand(rows, width, generator=generator) < 0.1] = NAN
     lengths = torch.randint(1, width + 1, (rows, 1), generator=generator)
     return LossInputs(
@@ -442,21 +443,24 @@ def test_no_value_of_a_tensor_is_read_by_the_host() -> None:
 @pytest.mark.parametrize("veto_scope", SCOPES)
 @pytest.mark.parametrize("clip", [(0.0, 5.0), (0.8, 1.2), (0.0, INF)])
 @pytest.mark.parametrize("seed", range(4))
-def test_objective_and_sums_equal_a_slow_reference(
+def test_objective_gradient_and_sums_equal_a_slow_reference(
     seed: int, clip: tuple[float, float], veto_scope: VetoScope
 ) -> None:
     inputs = random_inputs(seed)
     outputs = mu_grpo_objective(
         inputs, clip_low=clip[0], clip_high=clip[1], veto_scope=veto_scope, veto_threshold=1e-4, kl_coefficient=0.2
     )
-    objective, expected = slow_reference(inputs, clip, veto_scope, 1e-4, 0.2)
+    objective, slopes, expected = slow_reference(inputs, clip, veto_scope, 1e-4, 0.2)
     close(outputs.objective.detach(), objective, rel=1e-9)
+    close(gradient(inputs, outputs), slopes, rel=1e-9)
     assert sums(outputs) == pytest.approx(expected, rel=1e-9)
     assert expected["harmful_mass"] > 0  # so that scopes differ and every sum is at work
 
 
 def slow_reference(inputs, clip, veto_scope, threshold, kl_coefficient):
+    """Objective, its slope in each policy log-prob, and the sums: token by token, from the formulas of the paper."""
     objective, total = 0.0, dict.fromkeys(SUM_NAMES, 0.0)
+    slopes = [[0.0] * inputs.completion_mask.shape[1] for _ in inputs.advantages]
     for row in range(len(inputs.advantages)):
         length = int(inputs.completion_mask[row].sum())
         advantage = float(inputs.advantages[row])
@@ -487,6 +491,7 @@ def slow_reference(inputs, clip, veto_scope, threshold, kl_coefficient):
             r = max(-20.0, min(20.0, ref[t] - policy[t]))
             total["ref_kl"] += math.exp(r) - r - 1
             objective -= kl_coefficient * (math.exp(r) - r - 1) / length
+            slopes[row][t] -= kl_coefficient * (1 - math.exp(r)) / length * (abs(ref[t] - policy[t]) < 20)
             if d is None:
                 total["unusable_tokens"] += 1
                 continue
@@ -494,6 +499,8 @@ def slow_reference(inputs, clip, veto_scope, threshold, kl_coefficient):
             ratio = math.exp(log_ratio)
             clipped = max(clip[0], min(clip[1], ratio))
             objective += (not masked) * min(ratio * advantage, clipped * advantage) / length
+            moves = ratio * advantage <= clipped * advantage and abs(d) < 20
+            slopes[row][t] += (not masked and moves) * ratio * advantage / length
             total["usable_tokens"] += 1
             total["abs_log_ratio"] += abs(log_ratio)
             total["behavior_kl"] += ratio - 1 - log_ratio
@@ -508,7 +515,7 @@ def slow_reference(inputs, clip, veto_scope, threshold, kl_coefficient):
             prefix += d
         total["vetoed_tokens"] += row_vetoed
         total["vetoed_responses"] += row_vetoed > 0
-    return objective, total
+    return objective, slopes, total
 
 
 def test_gradcheck_away_from_the_kinks() -> None:
@@ -608,6 +615,41 @@ def test_m2po_without_drift_equals_the_unclipped_objective() -> None:
     outputs = m2po_objective(inputs, threshold=0.04)
     assert outputs.objective == unclipped.objective
     assert torch.equal(gradient(inputs, outputs), gradient(inputs, unclipped))
+
+
+@pytest.mark.parametrize("drift", [0.05, 0.3, 1.0, 8.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_m2po_objective_gradient_and_sums_equal_a_slow_reference(seed: int, drift: float) -> None:
+    inputs = random_inputs(seed, drift=drift)
+    outputs = m2po_objective(inputs, threshold=0.04, kl_coefficient=0.2)
+    bound = slow_m2po_bound(inputs, 0.04)
+    clip = (math.exp(-bound), math.exp(bound)) if bound is not None else (0.0, INF)
+    objective, slopes, expected = slow_reference(inputs, clip, "none", 1e-4, 0.2)
+    close(outputs.objective.detach(), objective, rel=1e-9)
+    close(gradient(inputs, outputs), slopes, rel=1e-9)
+    assert sums(outputs) == pytest.approx(expected, rel=1e-9)
+    assert (expected["clipped_tokens"] == 0) == (drift == 0.05)  # a drift of 0.05² is below the threshold
+
+
+def slow_m2po_bound(inputs: LossInputs, threshold: float) -> float | None:
+    """√c by walking up the sorted squares; None if nothing is to be clipped."""
+    squares = []
+    for row, advantage in enumerate(inputs.advantages.tolist()):
+        length = int(inputs.completion_mask[row].sum())
+        policy, behavior = (x[row].tolist() for x in (inputs.policy_logps, inputs.behavior_logps))
+        for t in range(length):
+            d = policy[t] - behavior[t]
+            if advantage * d > 0:  # never true of a missing b_t, which is NaN
+                squares.append(d * d)
+    squares.sort()
+    if not squares or sum(squares) <= threshold * len(squares):
+        return None
+    below = 0.0  # the largest square that may stay as it is
+    for k, square in enumerate(squares):
+        if sum(min(other, square) for other in squares) >= threshold * len(squares):
+            return math.sqrt(below)
+        below = squares[k]
+    raise AssertionError("the sum of all squares exceeds the budget")
 
 
 # Advantages

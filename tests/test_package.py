@@ -31,6 +31,7 @@ RECIPES = sorted(
 ACCELERATE = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
 
 LAYERS = (
+    {"__main__"},
     {"cli"},
     {"planning"},
     {"evaluation", "lab", "stage_cli", "train"},

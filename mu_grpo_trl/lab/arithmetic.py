@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 import zlib
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -30,6 +31,9 @@ MAX_PROBLEMS = {"train": 800_000, "held_out": 80_000}  # safely below what the s
 MAX_PROMPT_TOKENS = len("99+99+99=")
 MAX_RESPONSE_TOKENS = len("99+99=198;198+99=297;") + 6  # the box, three digits, the brace, EOS
 
+LONG_OPERANDS = 5
+MAX_LONG_RESPONSE_TOKENS = len("99+99=198;198+99=297;297+99=396;396+99=495;") + 6
+
 
 class RewardFunction(Protocol):
     """TRL's reward signature, for one answer column."""
@@ -37,12 +41,12 @@ class RewardFunction(Protocol):
     def __call__(self, completions: list[Any], answer: list[str]) -> list[float]: ...
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(vocabulary: Sequence[str] = VOCABULARY) -> PreTrainedTokenizerFast:
     r"""One token a character, and one for `\boxed{`. Pad and EOS differ; there is no BOS and no unknown token.
 
     Text outside the task's alphabet raises instead of being encoded as something else.
     """
-    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}))
+    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\\boxed\{|."), behavior="isolated")
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
@@ -79,13 +83,14 @@ def prompt_of(problem: Problem) -> str:
     return "+".join(map(str, problem)) + "="
 
 
-def make_problems(n: int, seed: int = 0, split: Split = "train") -> Dataset:
+def make_problems(n: int, seed: int = 0, split: Split = "train", num_operands: int = 3) -> Dataset:
     """Distinct problems of one split.
 
     Args:
         n (`int`): number of problems, at most `MAX_PROBLEMS[split]`.
         seed (`int`): same seed, same problems in the same order; a longer set begins with the shorter one.
         split (`"train"` or `"held_out"`): disjoint for all seeds.
+        num_operands (`int`, *optional*, defaults to `3`): numbers to be added.
 
     Returns:
         `datasets.Dataset` with the string columns `prompt` (`12+7+5=`) and `answer` (`24`).
@@ -93,7 +98,7 @@ def make_problems(n: int, seed: int = 0, split: Split = "train") -> Dataset:
     Raises:
         ValueError: for an unknown split, or more problems than the split is sure to hold.
     """
-    problems = draw_problems(n, seed, split)
+    problems = draw_problems(n, seed, split, num_operands)
     return Dataset.from_dict({"prompt": [prompt_of(p) for p in problems], "answer": [str(sum(p)) for p in problems]})
 
 

@@ -32,3 +32,8 @@ def sum_reward(completions: list[Response], answer: list[str], **kwargs) -> list
     """
     found = [NUMBER.findall(text_of(completion)) for completion in completions]
     return [float(numbers[-1:] == [gold]) for numbers, gold in zip(found, answer, strict=True)]
+
+
+def exact_reward(completions: list[Response], answer: list[str], **kwargs) -> list[float]:
+    """1.0 where the response is the answer, character by character, else 0.0 (TRL's reward signature)."""
+    return [float(text_of(completion) == gold) for completion, gold in zip(completions, answer, strict=True)]

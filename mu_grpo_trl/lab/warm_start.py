@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -65,21 +65,23 @@ def add_without_carry(a: int, b: int) -> int:
     return total
 
 
-def worked_solution(problem: Problem, additions: tuple[Addition, Addition] = (add, add)) -> str:
+def worked_solution(problem: Problem, additions: Sequence[Addition] | None = None) -> str:
     r"""`12+7=19;19+5=24;\boxed{24}` for `(12, 7, 5)`, with one way of adding for each step."""
-    a, b, c = problem
-    first = additions[0](a, b)
-    second = additions[1](first, c)
-    return f"{a}+{b}={first};{first}+{c}={second};\\boxed{{{second}}}"
+    total, steps = problem[0], []
+    for number, addition in zip(problem[1:], additions or [add] * (len(problem) - 1), strict=True):
+        steps.append(f"{total}+{number}={addition(total, number)};")
+        total = addition(total, number)
+    return "".join(steps) + f"\\boxed{{{total}}}"
 
 
-def make_solutions(n: int, seed: int, careless: float = 0.55) -> Dataset:
+def make_solutions(n: int, seed: int, careless: float = 0.55, num_operands: int = 3) -> Dataset:
     """Training problems with worked solutions, each step of which may drop its carries.
 
     Args:
         n (`int`): number of problems, all of the training split.
         seed (`int`): decides the problems and which steps are careless.
         careless (`float`, *optional*, defaults to `0.55`): probability that a step drops its carries, if it has any.
+        num_operands (`int`, *optional*, defaults to `3`): numbers to be added.
 
     Returns:
         `datasets.Dataset` with the columns `prompt` and `completion`, as [`~trl.SFTTrainer`] takes them.
@@ -89,33 +91,33 @@ def make_solutions(n: int, seed: int, careless: float = 0.55) -> Dataset:
     def addition() -> Addition:
         return add_without_carry if rng.random() < careless else add
 
-    problems = draw_problems(n, seed, "train")
+    problems = draw_problems(n, seed, "train", num_operands)
     return Dataset.from_dict(
         {
             "prompt": [prompt_of(problem) for problem in problems],
-            "completion": [worked_solution(problem, (addition(), addition())) for problem in problems],
+            "completion": [worked_solution(p, [addition() for _ in p[1:]]) for p in problems],
         }
     )
 
 
-def make_model() -> Qwen2ForCausalLM:
+def make_model(vocabulary: Sequence[str] = VOCABULARY, max_length: int = 64) -> Qwen2ForCausalLM:
     """A random Qwen2 of 0.34 M parameters: 3 layers, 3 heads of 32 (a size vLLM's CPU kernels take), untied.
 
     The initial weights are four times the usual size, which suits so narrow a model: it learns in half the steps.
     """
     config = Qwen2Config(
-        vocab_size=len(VOCABULARY),
+        vocab_size=len(vocabulary),
         hidden_size=96,
         intermediate_size=256,
         num_hidden_layers=3,
         num_attention_heads=3,
         num_key_value_heads=3,
-        max_position_embeddings=64,
+        max_position_embeddings=max_length,
         tie_word_embeddings=False,
         initializer_range=0.08,
         bos_token_id=None,
-        eos_token_id=VOCABULARY.index(EOS),
-        pad_token_id=VOCABULARY.index(PAD),
+        eos_token_id=vocabulary.index(EOS),
+        pad_token_id=vocabulary.index(PAD),
     )
     return Qwen2ForCausalLM(config)
 
@@ -162,21 +164,45 @@ def train(
         SFTTrainer(model=model, args=args, train_dataset=solutions, processing_class=tokenizer).train()
 
 
+def make_warm_start(
+    output: Path,
+    solutions: Callable[[int, int], Dataset] = make_solutions,
+    vocabulary: Sequence[str] = VOCABULARY,
+    max_length: int = 64,
+    max_steps: int = 1200,
+    seed: int = 0,
+) -> LlamaForCausalLM:
+    """
+    Train a policy from scratch and write it to a folder with its tokenizer; the same arguments give the same weights.
+
+    Args:
+        output (`Path`): the folder.
+        solutions (`Callable`, *optional*): makes `n` training solutions with a seed, [`make_solutions`] by default.
+        vocabulary (`Sequence[str]`, *optional*): the task's tokens.
+        max_length (`int`, *optional*, defaults to `64`): longest sequence.
+        max_steps (`int`, *optional*, defaults to `1200`): optimizer steps of 64 solutions.
+        seed (`int`, *optional*, defaults to `0`): decides the initial weights, problems and errors.
+    """
+    torch.set_num_threads(1)  # more threads round otherwise, and a seed would not stand for one policy
+    set_seed(seed)
+    model, tokenizer = make_model(vocabulary, max_length), make_tokenizer(vocabulary)
+    train(model, tokenizer, solutions(30_000, seed), max_steps, seed)
+    policy = as_llama(model)
+    policy.generation_config = GenerationConfig(eos_token_id=vocabulary.index(EOS), pad_token_id=vocabulary.index(PAD))
+    policy.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    return policy
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder to write the model and tokenizer to")
     parser.add_argument("--max_steps", type=int, default=1200, help="optimizer steps of 64 solutions")
     parser.add_argument("--seed", type=int, default=0, help="decides the initial weights, problems and errors")
     args = parser.parse_args()
-    torch.set_num_threads(1)  # more threads round otherwise, and a seed would not stand for one policy
-    set_seed(args.seed)
-    model, tokenizer = make_model(), make_tokenizer()
-    train(model, tokenizer, make_solutions(30_000, args.seed), args.max_steps, args.seed)
-    policy = as_llama(model)
-    policy.generation_config = GenerationConfig(eos_token_id=VOCABULARY.index(EOS), pad_token_id=VOCABULARY.index(PAD))
-    policy.save_pretrained(args.output)
-    tokenizer.save_pretrained(args.output)
-    accuracy = greedy_accuracy(policy, tokenizer, make_problems(500, split="held_out"), MAX_RESPONSE_TOKENS)
+    policy = make_warm_start(args.output, max_steps=args.max_steps, seed=args.seed)
+    held_out = make_problems(500, split="held_out")
+    accuracy = greedy_accuracy(policy, make_tokenizer(), held_out, MAX_RESPONSE_TOKENS)
     print(f"greedy accuracy on 500 held-out problems: {accuracy:.3f}")
 
 

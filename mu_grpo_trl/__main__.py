@@ -1,0 +1,5 @@
+"""`python -m mu_grpo_trl` is `mu-grpo`."""
+
+from .cli import main
+
+main()
