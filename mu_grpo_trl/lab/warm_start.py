@@ -188,9 +188,7 @@ def make_warm_start(
     model, tokenizer = make_model(vocabulary, max_length), make_tokenizer(vocabulary)
     train(model, tokenizer, solutions(30_000, seed), max_steps, seed)
     policy = as_llama(model)
-    policy.generation_config = GenerationConfig(
-        eos_token_id=vocabulary.index(EOS), pad_token_id=vocabulary.index(PAD)
-    )
+    policy.generation_config = GenerationConfig(eos_token_id=vocabulary.index(EOS), pad_token_id=vocabulary.index(PAD))
     policy.save_pretrained(output)
     tokenizer.save_pretrained(output)
     return policy
