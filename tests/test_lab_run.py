@@ -106,7 +106,7 @@ def test_cells_run_by_priority_and_then_seed_by_seed(tmp_path: Path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"methods": ["ppo"]}, r"unknown methods \['ppo'\]; base.yaml has .*'mu_grpo'"),
+        ({"methods": ["ppo"]}, r"unknown methods \['ppo'\]: base.yaml has .*'mu_grpo'"),
         ({"tasks": ["chess"]}, r"unknown tasks \['chess'\]"),
         ({"vary": [{"stage_updates": 100}]}, "updates are no multiple of 100"),
         ({"colour": "red"}, "unexpected keyword argument 'colour'"),
@@ -124,7 +124,7 @@ def test_two_names_for_one_run_are_refused(tmp_path: Path):
     (folder / "base.yaml").write_text(yaml.safe_dump(base))
     write = (folder / "first.yaml").read_text().replace("mu_grpo", "nav")
     (folder / "second.yaml").write_text(write)
-    with pytest.raises(GridError, match="nav .* is called 'mu_grpo' by first"):
+    with pytest.raises(GridError, match="second.yaml: sums nav .* is the run that first.yaml calls 'mu_grpo'"):
         load_grid(folder=folder)
 
 
@@ -178,14 +178,16 @@ def test_methods_are_the_papers():
 
 def test_learning_rates_are_tuned_on_equal_budgets_and_on_other_seeds():
     experiments = load_experiments()
-    tuning, main_ = (experiments[name] for name in MAIN_COMPARISON)
-    assert set(tuning.methods) == set(main_.methods)
-    assert tuning.learning_rates == main_.learning_rates and len(main_.learning_rates) >= 2
-    assert len(main_.seeds) >= 5
-    reported = {seed for e in experiments.values() if e.name != "tuning" for seed in e.seeds}
-    assert not set(tuning.seeds) & reported
-    cells = Counter((cell.method, cell.learning_rate) for cell in load_grid(["tuning"]))
-    assert set(cells.values()) == {len(tuning.seeds)}
+    reported = {seed for e in experiments.values() if e.claim != "tuning" for seed in e.seeds}
+    for names in (MAIN_COMPARISON, ("other_tasks_tuning", "other_tasks")):
+        tuning, compared = (experiments[name] for name in names)
+        assert tuning.seeds == experiments["tuning"].seeds and not set(tuning.seeds) & reported
+        # The scopes of the veto take μ-GRPO's learning rate.
+        assert set(compared.methods) - set(tuning.methods) == {"no_veto", "trigger", "non_trigger_suffix", "suffix"}
+        assert tuning.learning_rates == compared.learning_rates and len(compared.learning_rates) >= 2
+        assert len(compared.seeds) >= 5
+        cells = Counter((cell.task, cell.method, cell.learning_rate) for cell in load_grid([tuning.name]))
+        assert set(cells.values()) == {len(tuning.seeds)}
 
 
 def test_a_fixed_generation_budget_generates_the_same_responses_in_one_stage():

@@ -201,7 +201,8 @@ def load_grid(names: Sequence[str] = (), folder: Path | None = None) -> list[Cel
             same = cells.setdefault(cell.id, cell)
             if same.method != cell.method:
                 raise GridError(
-                    f"{cell.id} is called {same.method!r} by {same.experiments}, but {cell.method!r} here."
+                    f"{experiment.name}.yaml: {cell} is the run that {same.experiments[0]}.yaml calls "
+                    f"{same.method!r}: keep one name for it."
                 )
             if same is not cell:
                 joined = tuple(dict.fromkeys((*same.experiments, *cell.experiments)))
