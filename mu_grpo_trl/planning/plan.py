@@ -35,11 +35,14 @@ DEVICE_BYTES = {
 }
 """Memory of a device (the vendors' data sheets)."""
 CPU_FLOPS = 5e10
+"""Of two cores; a guess, unlike the data sheets of devices."""
 MATH_WORKER_BYTES, REWARD_WORKER_BYTES = 66 * 2**20, 21 * 2**20
 """Resident memory of a reward worker with math-verify loaded, and of one with nothing but the interpreter."""
 LARGEST_KEPT_BYTES = 32 * 2**20
 """glibc keeps smaller pieces that are freed for itself (`M_MMAP_THRESHOLD`'s greatest value)."""
 VLLM_SERVER_BYTES = 2 * GIB
+"""Resident memory of a vLLM server's processes (API server, engine, one worker) before the worker has its weights."""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 VLLM_STEP_TOKENS = 8192
 
 
@@ -296,7 +299,7 @@ class _Planner:
 
     def _workload(self, a: Architecture) -> Workload:
         options, config = self.options, self.options.config
-        named = {"float32": 4, "bfloat16": 2, "float16": 2}.get(str(options.model.dtype).removeprefix("torch."))
+        named = DTYPE_BYTES.get(str(options.model.dtype).removeprefix("torch."))
         weight_bytes = named or a.dtype_bytes or 4
         ranks = self.launch.num_processes
         rows = min(
@@ -361,7 +364,7 @@ class _Planner:
             self.assumptions.device_bytes,
             config.vllm_gpu_memory_utilization,
             config.vllm_tensor_parallel_size,
-            2 if self.options.half else 4,
+            self._served_bytes,
             VLLM_STEP_TOKENS,
         )
 
@@ -386,8 +389,15 @@ class _Planner:
             return 0
         cache = int(cpu_server_env()["VLLM_CPU_KVCACHE_SPACE"]) * GIB
         untied = a.head_parameters if a.tied else 0
-        number = 2 if self.options.half else 4
-        return self.num_servers * (VLLM_SERVER_BYTES + cache + (a.num_parameters + untied) * number)
+        weights = (a.num_parameters + untied) * self._served_bytes
+        return self.num_servers * (VLLM_SERVER_BYTES + cache + weights)
+
+    @property
+    def _served_bytes(self) -> int:
+        """Of a weight in a managed server, whose `--dtype` wins over the trainer's precision."""
+        arguments = " ".join(self.options.config.vllm_server_args or ()).replace("=", " ").split()
+        named = arguments[arguments.index("--dtype") + 1] if "--dtype" in arguments[:-1] else None
+        return DTYPE_BYTES.get(str(named), 2 if self.options.half else 4)
 
     def _processes(self) -> dict[str, int]:
         """Host memory of interpreters and libraries: of the ranks of a node, and of the reward workers."""
