@@ -342,7 +342,7 @@ class _Planner:
             rows = config.rollout_concurrency or IN_PROCESS_ROWS
             size = config.num_generations or 1
             row = min(self.context or 0, (self.prompts.longest_tokens or self.context or 0) + self._max_response)
-            return memory.in_process_rollout(a, work, self.launch, max(rows, size), row, max(1, rows // size))
+            return memory.in_process_rollout(a, work, self.launch, max(rows, size), row)
         if work.on_cpu or config.vllm_mode != "managed":
             return state
         held = {} if work.offload else {f"{name} (offload: false)": size for name, size in state.items()}
@@ -369,6 +369,7 @@ class _Planner:
         )
 
     def _host_of_a_cpu_run(self, a: Architecture) -> None:
+        """The device is the host: training, and vLLM beside it unless it is stopped in between."""
         config, ranks = self.options.config, self.launch.processes_per_node
         optimization, rollout = sum(self.plan.optimization.values()), sum(self.plan.rollout.values())
         state = sum(memory.training_state(a, self._work, self.launch).values())
@@ -400,7 +401,7 @@ class _Planner:
         return DTYPE_BYTES.get(str(named), 2 if self.options.half else 4)
 
     def _processes(self) -> dict[str, int]:
-        """Host memory of interpreters and libraries: of the ranks of a node, and of the reward workers."""
+        """Memory of interpreters and libraries: of the ranks of a node, and of the reward workers."""
         config = self.options.config
         sizes = [
             MATH_WORKER_BYTES if name == "math" else REWARD_WORKER_BYTES
