@@ -60,21 +60,47 @@ def size_of(*folders: Path) -> int:
     return sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file())
 
 
+def planned(argv: Sequence[str], response_tokens: float) -> dict[str, int]:
+    """What `mu-grpo plan` says of the same run, in the parts that [`main`] measures."""
+    command = [sys.executable, "-c", "from mu_grpo_trl.cli import main; main()", "plan", "--json", *argv]
+    command += ["--response-tokens", str(response_tokens)]
+    plan = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    disk, host = plan["disk"], plan["host"]
+    return {
+        "disk": disk["stages"] + disk["policies"] + disk["checkpoints"],
+        "stages": disk["stages"],
+        "policies": disk["policies"],
+        "checkpoints": disk["checkpoints"],
+        "host": host["total"],
+        "trainer": host["libraries"] + host["training"],
+        "reward_workers": host["reward workers"],
+        "vllm": host["vLLM servers"],
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print one JSON object: `measured` and `planned`, each with bytes of disk and host memory, and their ratios."""
+    """Print a table of bytes measured and planned, and the same as one JSON object."""
     argv = list(sys.argv[1:] if argv is None else argv)
     _, config, _ = parse(argv)
     memory = watch([sys.executable, "-m", "mu_grpo_trl.train", *argv])
     stages = sorted(config.stages_path.glob("stage-*"))
     summaries = [StageReader(stage).summary() for stage in stages]
     tokens = sum(s.num_tokens for s in summaries) / sum(s.num_responses for s in summaries)
+    policies = size_of(*(stage / "policy" for stage in stages))
+    checkpoints = size_of(*config.output_path.glob("checkpoint-*"))
+    rows = size_of(*stages) - policies
     measured = {
-        "stages": size_of(*(stage / "groups" for stage in stages)),
-        "policies": size_of(*(stage / "policy" for stage in stages)),
-        "checkpoints": size_of(*config.output_path.glob("checkpoint-*")),
-        **{f"host_{part}": peak for part, peak in memory.items()},
+        "disk": rows + policies + checkpoints,
+        "stages": rows,
+        "policies": policies,
+        "checkpoints": checkpoints,
+        "host": memory.pop("total"),
+        **memory,
     }
-    print(json.dumps({"measured": measured, "response_tokens": tokens}))
+    plan = planned(argv, tokens)
+    for name, size in measured.items():
+        print(f"{name:<16}{size / 2**20:10.2f} MiB measured{plan[name] / 2**20:10.2f} planned{plan[name] / size:7.3f}")
+    print(json.dumps({"measured": measured, "planned": plan, "response_tokens": tokens}))
 
 
 if __name__ == "__main__":

@@ -31,11 +31,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from huggingface_hub import constants, get_token
 from packaging.requirements import Requirement
+from torch.cuda import nccl
 
 from ..rollout.engine import EngineError
 from ..rollout.vllm_process import check_version
@@ -215,7 +216,7 @@ def backends(on_cpu: bool) -> Iterator[Line]:
     yield _try_gloo()
     if not on_cpu and torch.cuda.is_available():
         yield (
-            Line("ok", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+            Line("ok", f"NCCL {'.'.join(map(str, nccl.version()))}")
             if torch.distributed.is_nccl_available()
             else Line("fail", "this PyTorch has no NCCL. Install the build for your CUDA version")
         )
@@ -226,7 +227,7 @@ def _try_gloo() -> Line:
         return Line("fail", "this PyTorch has no gloo. Install an official build")
     store, limit = torch.distributed.HashStore(), timedelta(seconds=TIMEOUT_S)
     try:
-        group = torch.distributed.ProcessGroupGloo(store, 0, 1, limit)
+        group: Any = torch.distributed.ProcessGroupGloo(store, 0, 1, limit)
         group.allreduce([torch.ones(1)]).wait()
     except RuntimeError as error:
         first = str(error).splitlines()[0]

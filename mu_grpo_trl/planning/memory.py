@@ -139,12 +139,10 @@ def cache_per_token(a: Architecture, number_bytes: int) -> int:
     return 2 * a.layers * a.key_value * number_bytes
 
 
-def in_process_rollout(
-    a: Architecture, work: Workload, launch: Launch, rows: int, context: int, groups: int
-) -> dict[str, int]:
+def in_process_rollout(a: Architecture, work: Workload, launch: Launch, rows: int, context: int) -> dict[str, int]:
     """
-    Peak of one rank that generates `rows` responses of `groups` prompts at once: before its last step, when the cache
-    has grown from half its size (both are there for a moment in one layer), or at a step's log-probs.
+    Peak of one rank that generates `rows` responses at once: the cache at its full length, just grown from half of it
+    (both are there for a moment in one layer), and the log-probs of one step.
     """
     parts = training_state(a, work, launch)
     if launch.parameter_shards > 1:

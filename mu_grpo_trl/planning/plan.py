@@ -35,11 +35,14 @@ DEVICE_BYTES = {
 }
 """Memory of a device (the vendors' data sheets)."""
 CPU_FLOPS = 5e10
+"""Of two cores; a guess, unlike the data sheets of devices."""
 MATH_WORKER_BYTES, REWARD_WORKER_BYTES = 66 * 2**20, 21 * 2**20
 """Resident memory of a reward worker with math-verify loaded, and of one with nothing but the interpreter."""
 LARGEST_KEPT_BYTES = 32 * 2**20
 """glibc keeps smaller pieces that are freed for itself (`M_MMAP_THRESHOLD`'s greatest value)."""
 VLLM_SERVER_BYTES = 2 * GIB
+"""Resident memory of a vLLM server's processes (API server, engine, one worker) before the worker has its weights."""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 VLLM_STEP_TOKENS = 8192
 
 
@@ -296,7 +299,7 @@ class _Planner:
 
     def _workload(self, a: Architecture) -> Workload:
         options, config = self.options, self.options.config
-        named = {"float32": 4, "bfloat16": 2, "float16": 2}.get(str(options.model.dtype).removeprefix("torch."))
+        named = DTYPE_BYTES.get(str(options.model.dtype).removeprefix("torch."))
         weight_bytes = named or a.dtype_bytes or 4
         ranks = self.launch.num_processes
         rows = min(
@@ -339,7 +342,7 @@ class _Planner:
             rows = config.rollout_concurrency or IN_PROCESS_ROWS
             size = config.num_generations or 1
             row = min(self.context or 0, (self.prompts.longest_tokens or self.context or 0) + self._max_response)
-            return memory.in_process_rollout(a, work, self.launch, max(rows, size), row, max(1, rows // size))
+            return memory.in_process_rollout(a, work, self.launch, max(rows, size), row)
         if work.on_cpu or config.vllm_mode != "managed":
             return state
         held = {} if work.offload else {f"{name} (offload: false)": size for name, size in state.items()}
@@ -361,11 +364,12 @@ class _Planner:
             self.assumptions.device_bytes,
             config.vllm_gpu_memory_utilization,
             config.vllm_tensor_parallel_size,
-            2 if self.options.half else 4,
+            self._served_bytes,
             VLLM_STEP_TOKENS,
         )
 
     def _host_of_a_cpu_run(self, a: Architecture) -> None:
+        """The device is the host: training, and vLLM beside it unless it is stopped in between."""
         config, ranks = self.options.config, self.launch.processes_per_node
         optimization, rollout = sum(self.plan.optimization.values()), sum(self.plan.rollout.values())
         state = sum(memory.training_state(a, self._work, self.launch).values())
@@ -386,11 +390,18 @@ class _Planner:
             return 0
         cache = int(cpu_server_env()["VLLM_CPU_KVCACHE_SPACE"]) * GIB
         untied = a.head_parameters if a.tied else 0
-        number = 2 if self.options.half else 4
-        return self.num_servers * (VLLM_SERVER_BYTES + cache + (a.num_parameters + untied) * number)
+        weights = (a.num_parameters + untied) * self._served_bytes
+        return self.num_servers * (VLLM_SERVER_BYTES + cache + weights)
+
+    @property
+    def _served_bytes(self) -> int:
+        """Of a weight in a managed server, whose `--dtype` wins over the trainer's precision."""
+        arguments = " ".join(self.options.config.vllm_server_args or ()).replace("=", " ").split()
+        named = arguments[arguments.index("--dtype") + 1] if "--dtype" in arguments[:-1] else None
+        return DTYPE_BYTES.get(str(named), 2 if self.options.half else 4)
 
     def _processes(self) -> dict[str, int]:
-        """Host memory of interpreters and libraries: of the ranks of a node, and of the reward workers."""
+        """Memory of interpreters and libraries: of the ranks of a node, and of the reward workers."""
         config = self.options.config
         sizes = [
             MATH_WORKER_BYTES if name == "math" else REWARD_WORKER_BYTES
