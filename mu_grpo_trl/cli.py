@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "train": "train from a recipe: mu-grpo train --config recipes/NAME.yaml [--key value …]",
+    "eval": "checkpoints on benchmarks: mu-grpo eval --config recipes/NAME.yaml --checkpoints runs/NAME/checkpoint-*",
     "stage": "look at a stage on disk, or mend it: mu-grpo stage show|check|repair PATH",
     "quickstart": "train a small model on sums, show what came of it [--task arithmetic|smollm2] [--engine vllm]",
 }
@@ -26,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.path.insert(0, os.getcwd())  # as with `python -m`: `module:function` rewards may lie in the working directory
     if command == "train":
         from .train import main as run
+    elif command == "eval":
+        from .evaluation.command import main as run
     elif command == "stage":
         from .stage_cli import main as run
     else:

@@ -13,7 +13,7 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,7 +97,7 @@ class _RecipeLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-class _Parser(TrlParser):
+class RecipeParser(TrlParser):
     """Raises what argparse would print below hundreds of lines of usage."""
 
     def error(self, message: str) -> NoReturn:
@@ -118,7 +118,7 @@ def parse(argv: Sequence[str]) -> tuple[ScriptArguments, MuGRPOConfig, ModelConf
         known, rest = launcher.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise ValueError(f"{error}: give the recipe's path after it.") from error
-    parser = _Parser(PARSED_CLASSES, allow_abbrev=False)  # type: ignore[arg-type]  # any iterable of classes
+    parser = RecipeParser(PARSED_CLASSES, allow_abbrev=False)  # type: ignore[arg-type]  # any iterable of classes
     parser.set_defaults(lora_dropout=0.0)  # the trainer turns dropout off
     if known.config is not None:
         recipe = check_recipe(known.config)
@@ -132,9 +132,9 @@ def parse(argv: Sequence[str]) -> tuple[ScriptArguments, MuGRPOConfig, ModelConf
     return script, config, model
 
 
-def check_recipe(path: Path) -> dict[str, Any]:
+def check_recipe(path: Path, classes: Iterable[type] = PARSED_CLASSES) -> dict[str, Any]:
     """
-    The mapping in a recipe, every key of it known and every value of the option's type.
+    The mapping in a recipe, every key of it an option of `classes` and every value of its type.
 
     Raises:
         `ValueError`: the file is missing, is no YAML mapping, or has an unknown or repeated key or a wrong value.
@@ -147,7 +147,7 @@ def check_recipe(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not YAML: {error}") from error
     if not isinstance(recipe, dict):
         raise ValueError(f"{path} holds a {type(recipe).__name__}, not `key: value` lines.")
-    annotations = {name: kind for options in PARSED_CLASSES for name, kind in get_type_hints(options).items()}
+    annotations = {name: kind for options in classes for name, kind in get_type_hints(options).items()}
     annotations["env"] = dict[str, Any] | None
     for key, value in recipe.items():
         if key not in annotations:
@@ -174,33 +174,40 @@ def load_dataset(script: ScriptArguments) -> Dataset:
         return load_task(script.dataset_name.removeprefix("lab:"), script.max_rows)
     return load_prompts(
         script.dataset_name,
-        conversational=script.conversational,
         split=script.dataset_split,
         config=script.dataset_config,
         prompt_column=script.prompt_column,
         answer_column=script.answer_column,
-        prompt_template=None if script.prompt_template.lower() == "none" else script.prompt_template,
-        system_prompt=script.system_prompt,
         keep_columns=script.keep_columns or (),
         max_rows=script.max_rows,
         bad_rows=script.bad_rows,  # type: ignore[arg-type]
+        **prompt_style(script),
     )
 
 
-def usable_golds(dataset: Dataset, script: ScriptArguments, config: MuGRPOConfig) -> Dataset:
+def prompt_style(script: ScriptArguments) -> dict[str, Any]:
+    """How the recipe puts a problem into a prompt, as arguments of [`~mu_grpo_trl.data.load_prompts`]."""
+    return {
+        "conversational": script.conversational,
+        "prompt_template": None if script.prompt_template.lower() == "none" else script.prompt_template,
+        "system_prompt": script.system_prompt,
+    }
+
+
+def usable_golds(dataset: Dataset, bad_rows: str, workers: int) -> Dataset:
     """
     The rows whose gold math-verify can find equal to an answer; the others are refused or dropped, as `bad_rows` says.
 
     Raises:
         `ValueError`: there are others, and `bad_rows` is `"error"`, or none is left.
     """
-    report = check_golds(dataset["answer"], workers=config.reward_threads)
+    report = check_golds(dataset["answer"], workers=workers)
     bad = {row: gold for row, gold, kind in report.rows if kind in ("empty", "unreachable")}
     if not bad:
         return dataset
     named = "; ".join(f"row {row}: {gold[:60]!r}" for row, gold in list(bad.items())[:10])
     finding = f"{len(bad)} of {len(dataset)} answers can be matched by no response ({named})"
-    if script.bad_rows == "error" or len(bad) == len(dataset):
+    if bad_rows == "error" or len(bad) == len(dataset):
         raise ValueError(
             f"{finding}. Mend them, drop the rows by `bad_rows: drop`, or choose another `answer_column`."
         )
@@ -218,7 +225,7 @@ def make_trainer(script: ScriptArguments, config: MuGRPOConfig, model: ModelConf
     rewards: list[Any] = [*script.reward_funcs, *filter(None, [script.reward_model_name_or_path])]
     check_rewards(rewards, dataset.column_names)
     if "math" in rewards:
-        dataset = usable_golds(dataset, script, config)
+        dataset = usable_golds(dataset, script.bad_rows, config.reward_threads)
     config.model_init_kwargs = {
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,
