@@ -19,8 +19,9 @@ from .telemetry import Telemetry
 
 class StageCallback(TrainerCallback, ExportableState):
     """
-    Charges each update to the timer `optimize`, saves at the end of every stage, and keeps in the checkpoint which
-    stage it lies in, which weights generated that stage, the settings of its data, and the timers.
+    Charges each update to the timer `optimize`, saves (with `eval_stage_ends` also evaluates) at the end of every
+    stage, and keeps in the checkpoint which stage it lies in, which weights generated that stage, the settings of its
+    data, and the timers.
 
     Args:
         schedule (`Schedule`): where stages end.
@@ -86,3 +87,5 @@ class StageCallback(TrainerCallback, ExportableState):
         ends_stage = done == schedule.num_updates or done == schedule.first_update(schedule.stage_of(done))
         if ends_stage and args.save_strategy != SaveStrategy.NO:
             control.should_save = True
+        if ends_stage and args.eval_stage_ends:  # pyright: ignore[reportAttributeAccessIssue]  # it is a MuGRPOConfig
+            control.should_evaluate = True

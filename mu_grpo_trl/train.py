@@ -26,6 +26,7 @@ from trl import ModelConfig, TrlParser, get_peft_config
 from .checkpoints import CheckpointError, last_whole_checkpoint
 from .config import TAKES_BOOL_TOO, MuGRPOConfig
 from .data import PAPER_PROMPT, load_prompts
+from .evaluation.benchmarks import find_benchmarks, load_benchmark
 from .guards import LearningError
 from .lab import load_task
 from .locks import FolderInUseError
@@ -60,6 +61,10 @@ class ScriptArguments:
         max_rows (`int`, *optional*): read at most so many rows.
         bad_rows (`str`, *optional*, defaults to `"error"`): rows without usable problem or answer: `error` or `drop`.
         reward_funcs (`list[str]`, *optional*, defaults to `["math"]`): `math`, `module:function`, a reward model's id.
+        eval_benchmark (`str`, *optional*): benchmark to evaluate on while training (`eval_stage_ends`,
+            `eval_strategy`), a name of `mu-grpo eval`.
+        eval_data (`str`, *optional*): file or Hub id to take it from; for a benchmark of your own.
+        eval_max_problems (`int`, *optional*): its first so many problems alone.
     """
 
     dataset_name: str | None = field(default=None, metadata={"help": "Hub id, local file or folder, or lab:NAME."})
@@ -79,6 +84,9 @@ class ScriptArguments:
     reward_model_name_or_path: str | None = field(
         default=None, metadata={"help": "A reward model, beside reward_funcs."}
     )
+    eval_benchmark: str | None = field(default=None, metadata={"help": "Benchmark to evaluate on while training."})
+    eval_data: str | None = field(default=None, metadata={"help": "File or Hub id to take it from."})
+    eval_max_problems: int | None = field(default=None, metadata={"help": "Its first so many problems alone."})
     resume: str | None = field(
         default=None, metadata={"help": "'auto': go on from the newest checkpoint in output_dir, if there is one."}
     )
@@ -194,6 +202,16 @@ def prompt_style(script: ScriptArguments) -> dict[str, Any]:
     }
 
 
+def load_eval_dataset(script: ScriptArguments) -> Dataset | None:
+    """The recipe's benchmark to evaluate on while training, if it names one."""
+    if script.eval_benchmark is None:
+        return None
+    data = {script.eval_benchmark: script.eval_data} if script.eval_data else {}
+    columns = script.prompt_column, script.answer_column or "answer"
+    ((benchmark, source),) = find_benchmarks([script.eval_benchmark], data, None, *columns)
+    return load_benchmark(benchmark, source, max_problems=script.eval_max_problems, **prompt_style(script))
+
+
 def usable_golds(dataset: Dataset, bad_rows: str, workers: int) -> Dataset:
     """
     The rows whose gold math-verify can find equal to an answer; the others are refused or dropped, as `bad_rows` says.
@@ -237,6 +255,7 @@ def make_trainer(script: ScriptArguments, config: MuGRPOConfig, model: ModelConf
         reward_funcs=rewards,
         args=config,
         train_dataset=dataset,
+        eval_dataset=load_eval_dataset(script),
         peft_config=adapter(model),
     )
 
