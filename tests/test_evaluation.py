@@ -605,7 +605,7 @@ def test_checkpoints_with_tied_heads_are_evaluated_by_one_server_and_resumed(tmp
     main(argv)
     files = sorted((folder / "responses").rglob("*.jsonl"))
     assert [len(path.read_text().splitlines()) for path in files] == [18, 18]
-    assert not list((folder / "policy").iterdir())
+    assert not (folder / "policy").exists()
     assert (folder / "vllm/vllm-0.log").read_text().count("Starting vLLM API server") <= 1
 
     stored = [path.read_bytes() for path in files]

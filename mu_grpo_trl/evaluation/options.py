@@ -170,4 +170,6 @@ def parse(argv: Sequence[str]) -> Options:
     script, config, _ = parse_recipe([*recipe, *training, *engine])
     config.output_dir, config.stage_dir = evaluation.output_dir, None  # where the servers' logs go
     config.vllm_release = "keep"
+    if evaluation.context_length is not None:
+        config.max_context_length, config.vllm_max_model_length = evaluation.context_length, None
     return Options(evaluation, script, config, known.config)

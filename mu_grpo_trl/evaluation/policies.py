@@ -116,10 +116,11 @@ def _checkpoint(folder: Path, label: str) -> Checkpoint:
             else ""
         )
         raise ValueError(f"{folder} holds no model ({', '.join(_WEIGHTS)}).{hint}")
-    step = folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
-    if folder.name.startswith(f"{PREFIX_CHECKPOINT_DIR}-"):
+    prefix, _, step = folder.name.rpartition("-")
+    is_checkpoint = prefix == PREFIX_CHECKPOINT_DIR and step.isdigit()
+    if is_checkpoint:
         _check_whole(folder, weights)
-    return Checkpoint(label, folder, int(step) if step.isdigit() else None, _hash(folder, weights))
+    return Checkpoint(label, folder, int(step) if is_checkpoint else None, _hash(folder, weights))
 
 
 def _check_whole(folder: Path, weights: list[Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from ..rollout.engine import Engine, GroupRequest, GroupResult, SamplingParams
 from ..rollout.transformers_engine import TransformersEngine
 from ..staging import compare_probes, in_process_batches, probe_sequences
 from ..train import prompt_style, usable_golds
-from .benchmarks import Benchmark, find_benchmarks, load_benchmark
+from .benchmarks import PAPER_BENCHMARKS, Benchmark, find_benchmarks, load_benchmark
 from .options import ASSUMPTION, GIVEN, PAPER, RECIPE, EvaluationConfig, Options
 from .policies import Checkpoint, eos_token_ids, find_checkpoints, served
 from .report import CheckpointScores, Results, Setting, score_benchmark
@@ -93,6 +94,7 @@ def evaluate(options: Options) -> Results:
         finally:
             engines.close()
             reward.close()
+            shutil.rmtree(folder / POLICY_NAME, ignore_errors=True)  # also what a killed start left there
         return Results(settings=_settings(options, tasks, models), checkpoints=scores)
     finally:
         lock.release()
@@ -118,9 +120,12 @@ def load_tasks(options: Options) -> list[Task]:
                 f"`pass_at={evaluation.pass_at}`: pass@{max(evaluation.pass_at)} cannot be estimated from the "
                 f"{num_samples} samples of {benchmark.name!r}. Raise `samples`, or lower it."
             )
-        style = prompt_style(script)
-        dataset = load_benchmark(benchmark, source, max_problems=evaluation.max_problems, **style)
-        tasks.append(Task(benchmark, usable_golds(dataset, "error", options.config.reward_threads), num_samples))
+        dataset = load_benchmark(benchmark, source, max_problems=evaluation.max_problems, **prompt_style(script))
+        try:
+            dataset = usable_golds(dataset, "error", options.config.reward_threads)
+        except ValueError as error:
+            raise ValueError(f"Benchmark {benchmark.name!r} from {source!r}: {error}") from error
+        tasks.append(Task(benchmark, dataset, num_samples))
     return tasks
 
 
@@ -132,9 +137,6 @@ def _describe(options: Options, checkpoint: Checkpoint) -> Model:
         model_config = text_config(PeftConfig.from_pretrained(str(checkpoint.folder)).base_model_name_or_path, config)
     else:
         model_config = text_config(str(checkpoint.folder), config)
-    wanted = options.evaluation.context_length
-    if wanted is not None:
-        config.max_context_length, config.vllm_max_model_length = wanted, None
     tokenizer = load_tokenizer(None, str(checkpoint.folder), config)
     return Model(checkpoint, tokenizer, model_config, context_length(config, model_config))
 
@@ -337,12 +339,12 @@ def _settings(options: Options, tasks: list[Task], models: list[Model]) -> list[
         context_from = f"{RECIPE} ({PAPER}: as in training)" if config.context_limit is not None else "model"
     max_tokens = _max_tokens(options)
     samples = {task.benchmark.name: task.num_samples for task in tasks}
-    as_in_paper = all(
-        task.num_samples == task.benchmark.num_samples and task.benchmark.size is not None for task in tasks
-    )
+    samples_from = PAPER if set(samples) <= set(PAPER_BENCHMARKS) else ASSUMPTION
+    if any(task.num_samples != task.benchmark.num_samples for task in tasks):
+        samples_from = GIVEN
     return [
         Setting("metric", "pass@1, averaged over the samples", PAPER),
-        Setting("samples", samples, PAPER if as_in_paper else GIVEN),
+        Setting("samples", samples, samples_from),
         Setting("context_length", contexts[0] if len(contexts) == 1 else contexts, context_from),
         Setting(
             "max_tokens",
