@@ -19,8 +19,9 @@ from .telemetry import Telemetry
 
 class StageCallback(TrainerCallback, ExportableState):
     """
-    Charges each update to the timer `optimize`, saves at the end of every stage, and keeps in the checkpoint which
-    stage it lies in, which weights generated that stage, the settings of its data, and the timers.
+    Charges each update to the timer `optimize`, saves (with `eval_stage_ends` also evaluates) at the end of every
+    stage, and keeps in the checkpoint which stage it lies in, which weights generated that stage, the settings of its
+    data, and the timers.
 
     Args:
         schedule (`Schedule`): where stages end.
@@ -81,8 +82,9 @@ class StageCallback(TrainerCallback, ExportableState):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         done, schedule = state.global_step, self._schedule
-        is_due = done == schedule.num_updates or (
-            args.save_at_stage_end and done == schedule.first_update(schedule.stage_of(done))
-        )
-        if is_due and args.save_strategy != SaveStrategy.NO:
+        ends_run = done == schedule.num_updates
+        ends_stage = ends_run or done == schedule.first_update(schedule.stage_of(done))
+        if (ends_run or (ends_stage and args.save_at_stage_end)) and args.save_strategy != SaveStrategy.NO:
             control.should_save = True
+        if ends_stage and args.eval_stage_ends:
+            control.should_evaluate = True

@@ -195,6 +195,9 @@ class MuGRPOConfig(GRPOConfig):
             model supports.
         overlong_prompts (`str`, *optional*, defaults to `"error"`):
             A prompt that leaves no token for the response: `"error"` names the rows, `"drop"` leaves them out.
+        eval_stage_ends (`bool`, *optional*, defaults to `False`):
+            Evaluate on `eval_dataset` at the end of every stage, whatever `eval_strategy` says. TRL's evaluation in
+            process, `num_generations_eval` responses to a prompt; its time is outside T_total.
         stage_dir (`str`, *optional*):
             Folder of the stages, shared by all nodes and servers. Defaults to `<output_dir>/stages`.
         replicate_stages (`bool`, *optional*, defaults to `False`):
@@ -309,6 +312,7 @@ class MuGRPOConfig(GRPOConfig):
         default=None, metadata={"help": "Limit on prompt and response together, in tokens."}
     )
     overlong_prompts: str = field(default="error", metadata={"help": "'error' or 'drop'."})
+    eval_stage_ends: bool = field(default=False, metadata={"help": "Evaluate at the end of every stage."})
     stage_dir: str | None = field(default=None, metadata={"help": "Folder of the stages, shared by all nodes."})
     replicate_stages: bool = field(
         default=False, metadata={"help": "Copy each finished stage to the nodes, which do not share `stage_dir`."}

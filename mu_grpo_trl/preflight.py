@@ -79,6 +79,21 @@ def check_evaluation(config: MuGRPOConfig, eval_dataset: Any) -> None:
             f"`eval_strategy={IntervalStrategy(config.eval_strategy).value!r}` needs an `eval_dataset`. Pass one, or "
             "set it to 'no'."
         )
+    if config.eval_stage_ends:
+        _check_stage_evaluation(config, eval_dataset)
+
+
+def _check_stage_evaluation(config: MuGRPOConfig, eval_dataset: Any) -> None:
+    if eval_dataset is None:
+        raise ValueError("`eval_stage_ends=True` needs an `eval_dataset` (in a recipe: `eval_benchmark`). Pass one.")
+    samples = config.num_generations_eval or config.num_generations or 1
+    rows = config.per_device_eval_batch_size * config.world_size
+    if rows % samples:
+        raise ValueError(
+            f"`per_device_eval_batch_size={config.per_device_eval_batch_size}` on {config.world_size} processes gives "
+            f"{rows} rows, no multiple of the {samples} responses to a prompt. Set `num_generations_eval`, or another "
+            "`per_device_eval_batch_size`."
+        )
 
 
 def check_adapter(peft_config: Any) -> None:

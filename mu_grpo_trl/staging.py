@@ -7,7 +7,7 @@ import os
 import random
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -345,7 +345,8 @@ class StageMaker:
         policy_hash = writer.manifest.policy_hash
         with self._telemetry.interval("sync"), self._stop.interruptible():
             engine.open(self.folder(stage) / "policy", policy_hash)
-            self._compare_probes(engine, probes, expected)
+            tolerance = self._config.probe_tolerance_for(self._training.model().dtype)
+            compare_probes(engine, probes, expected, tolerance)
         indices = self._schedule.prompt_indices(stage)
         prompt_ids = self._prompt_ids(indices)
         visible = self._accelerator.is_main_process and not self._config.disable_tqdm
@@ -437,13 +438,10 @@ class StageMaker:
         if self._config.rollout_engine == "vllm":
             yield (request(group) for group in range(len(prompt_ids)) if group not in done)
             return
-        rows = self._config.rollout_concurrency or IN_PROCESS_ROWS
-        size = max(1, rows // (self._config.num_generations or 1))
-        order = np.argsort([len(ids) for ids in prompt_ids], kind="stable")
-        batches = [order[start : start + size] for start in range(0, len(order), size)]
+        batches = in_process_batches(prompt_ids, self._config.num_generations or 1, self._config.rollout_concurrency)
         for batch in batches[self._accelerator.process_index :: self._accelerator.num_processes]:
-            if not done.issuperset(batch.tolist()):
-                yield [request(group) for group in batch.tolist()]
+            if not done.issuperset(batch):
+                yield [request(group) for group in batch]
 
     def _score(
         self, result: GroupResult, prompt_index: int, prompt_ids: np.ndarray, policy_version: str
@@ -479,28 +477,7 @@ class StageMaker:
     def _probe_sequences(self, stage: int) -> list[list[int]]:
         """A few prompts of the stage, cut short: fixed by the schedule, the same on every rank."""
         indices = self._schedule.prompt_indices(stage)[:NUM_PROBES]
-        return [ids[:PROBE_TOKENS].tolist() for ids in self._prompt_ids(indices) if len(ids) > 1]
-
-    def _compare_probes(self, engine: Engine, probes: list[list[int]], expected: list[torch.Tensor]) -> None:
-        if not all(logps.isfinite().all() for logps in expected):
-            raise EngineError(
-                "The policy's own log-probs of the probe tokens are not finite: its weights are damaged. Load others, "
-                "or resume from an earlier checkpoint."
-            )
-        scored = engine.score(probes)
-        differences = np.concatenate(
-            [np.abs(ours.numpy() - theirs) for ours, theirs in zip(expected, scored, strict=True)] or [np.zeros(1)]
-        )
-        mean, worst = float(differences.mean()), float(differences.max())
-        tolerance = self._config.probe_tolerance_for(self._training.model().dtype)
-        if not mean <= tolerance:
-            raise EngineError(
-                f"The engine {engine.name} and the trainer disagree about {len(differences)} probe tokens by "
-                f"{mean:.4g} nats on average ({worst:.4g} at worst), above `probe_tolerance` {tolerance:g}: "
-                "the engine serves other or stale weights, another tokenizer or temperature, or a stale prefix cache. "
-                "Nothing was generated. Restart the server on this policy, or raise `probe_tolerance` if they differ "
-                "only numerically (half precision, quantization)."
-            )
+        return probe_sequences(self._prompt_ids(indices))
 
     def _drop_old(self, stage: int) -> None:
         """Delete what `keep_policies` and `keep_stages` do not keep of earlier stages."""
@@ -513,6 +490,56 @@ class StageMaker:
                 shutil.rmtree(folder / "policy", ignore_errors=True)
             if config.keep_stages is not None and old < stage - config.keep_stages:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def in_process_batches(
+    prompt_ids: Sequence[Sequence[int] | np.ndarray], num_generations: int, concurrency: int | None
+) -> list[list[int]]:
+    """
+    Positions of the prompts that one in-process batch answers together: of like length, `concurrency` rows (256 by
+    default). Fixed by the prompts alone, since the random numbers of a batch depend on all of it.
+    """
+    size = max(1, (concurrency or IN_PROCESS_ROWS) // num_generations)
+    order = np.argsort([len(ids) for ids in prompt_ids], kind="stable").tolist()
+    return [order[start : start + size] for start in range(0, len(order), size)]
+
+
+def probe_sequences(prompt_ids: Sequence[np.ndarray]) -> list[list[int]]:
+    """The first few prompts, cut short, to have scored by the engine and by the policy itself."""
+    return [ids[:PROBE_TOKENS].tolist() for ids in prompt_ids[:NUM_PROBES] if len(ids) > 1]
+
+
+def compare_probes(engine: Engine, probes: list[list[int]], expected: list[torch.Tensor], tolerance: float) -> None:
+    """
+    Check that the engine has the weights it should have, by the log-probs of a few sequences.
+
+    Args:
+        engine (`Engine`): open.
+        probes (`list[list[int]]`): token ids, ragged.
+        expected (`list[torch.Tensor]` float32 `(len − 1,)` each): log-probs of tokens 1… by the policy itself.
+        tolerance (`float`): largest mean absolute difference, in nats.
+
+    Raises:
+        `EngineError`: they differ by more, or `expected` is not finite.
+    """
+    if not all(logps.isfinite().all() for logps in expected):
+        raise EngineError(
+            "The policy's own log-probs of the probe tokens are not finite: its weights are damaged. Load others, "
+            "or resume from an earlier checkpoint."
+        )
+    scored = engine.score(probes)
+    differences = np.concatenate(
+        [np.abs(ours.numpy() - theirs) for ours, theirs in zip(expected, scored, strict=True)] or [np.zeros(1)]
+    )
+    mean, worst = float(differences.mean()), float(differences.max())
+    if not mean <= tolerance:
+        raise EngineError(
+            f"The engine {engine.name} and the trainer disagree about {len(differences)} probe tokens by "
+            f"{mean:.4g} nats on average ({worst:.4g} at worst), above `probe_tolerance` {tolerance:g}: "
+            "the engine serves other or stale weights, another tokenizer or temperature, or a stale prefix cache. "
+            "Nothing was generated. Restart the server on this policy, or raise `probe_tolerance` if they differ "
+            "only numerically (half precision, quantization)."
+        )
 
 
 @contextmanager

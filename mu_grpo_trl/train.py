@@ -13,7 +13,7 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ from trl import ModelConfig, TrlParser, get_peft_config
 from .checkpoints import CheckpointError, last_whole_checkpoint
 from .config import TAKES_BOOL_TOO, MuGRPOConfig
 from .data import PAPER_PROMPT, load_prompts
+from .evaluation.benchmarks import find_benchmarks, load_benchmark
 from .guards import LearningError
 from .lab import load_task
 from .locks import FolderInUseError
@@ -62,6 +63,10 @@ class ScriptArguments:
         reward_funcs (`list[str]`, *optional*, defaults to `["math"]`): `math`, `module:function`, a reward model's id.
         reward_model_name_or_path (`str`, *optional*): a reward model, beside `reward_funcs`.
         resume (`str`, *optional*): `auto` goes on from the newest whole checkpoint in `output_dir`, if there is one.
+        eval_benchmark (`str`, *optional*): benchmark to evaluate on while training (`eval_stage_ends`,
+            `eval_strategy`), a name of `mu-grpo eval`.
+        eval_data (`str`, *optional*): file or Hub id to take it from; for a benchmark of your own.
+        eval_max_problems (`int`, *optional*): its first so many problems alone.
     """
 
     dataset_name: str | None = field(default=None, metadata={"help": "Hub id, local file or folder, or lab:NAME."})
@@ -81,6 +86,9 @@ class ScriptArguments:
     reward_model_name_or_path: str | None = field(
         default=None, metadata={"help": "A reward model, beside reward_funcs."}
     )
+    eval_benchmark: str | None = field(default=None, metadata={"help": "Benchmark to evaluate on while training."})
+    eval_data: str | None = field(default=None, metadata={"help": "File or Hub id to take it from."})
+    eval_max_problems: int | None = field(default=None, metadata={"help": "Its first so many problems alone."})
     resume: str | None = field(
         default=None, metadata={"help": "'auto': go on from the newest checkpoint in output_dir, if there is one."}
     )
@@ -89,7 +97,7 @@ class ScriptArguments:
 PARSED_CLASSES = (ScriptArguments, MuGRPOConfig, ModelConfig)
 
 
-class _Parser(TrlParser):
+class RecipeParser(TrlParser):
     """Raises what argparse would print below hundreds of lines of usage."""
 
     def error(self, message: str) -> NoReturn:
@@ -124,7 +132,7 @@ def parse_options(
     Raises:
         `ValueError`: as [`parse`].
     """
-    parser = _Parser(PARSED_CLASSES, allow_abbrev=False)  # type: ignore[arg-type]  # any iterable of classes
+    parser = RecipeParser(PARSED_CLASSES, allow_abbrev=False)  # type: ignore[arg-type]  # any iterable of classes
     parser.set_defaults(lora_dropout=0.0)  # the trainer turns dropout off
     parser.set_defaults_with_config(**recipe)
     *parsed, unknown = parser.parse_args_into_dataclasses(list(arguments), return_remaining_strings=True)
@@ -135,20 +143,20 @@ def parse_options(
     return script, config, model
 
 
-def check_recipe(path: Path) -> dict[str, Any]:
+def check_recipe(path: Path, classes: Iterable[type] = PARSED_CLASSES) -> dict[str, Any]:
     """
-    The options in a recipe and its bases, every key of them known and every value of the option's type.
+    The options in a recipe and its bases, every key of them one of `classes` and every value of its type.
 
     Raises:
         `ValueError`: what [`~mu_grpo_trl.recipe.read_recipe`] refuses, an unknown key, or a wrong value.
     """
-    types = option_types()
+    types = option_types(classes)
     return {key: check_setting(key, setting, types) for key, setting in read_recipe(path).items()}
 
 
-def option_types() -> dict[str, Any]:
+def option_types(classes: Iterable[type] = PARSED_CLASSES) -> dict[str, Any]:
     """Declared types of all that a recipe may hold, by name."""
-    types = {name: kind for options in PARSED_CLASSES for name, kind in get_type_hints(options).items()}
+    types = {name: kind for options in classes for name, kind in get_type_hints(options).items()}
     return types | {"env": dict[str, Any] | None}
 
 
@@ -183,33 +191,50 @@ def load_dataset(script: ScriptArguments) -> Dataset:
         return load_task(script.dataset_name.removeprefix("lab:"), script.max_rows)
     return load_prompts(
         script.dataset_name,
-        conversational=script.conversational,
         split=script.dataset_split,
         config=script.dataset_config,
         prompt_column=script.prompt_column,
         answer_column=script.answer_column,
-        prompt_template=None if script.prompt_template.lower() == "none" else script.prompt_template,
-        system_prompt=script.system_prompt,
         keep_columns=script.keep_columns or (),
         max_rows=script.max_rows,
         bad_rows=script.bad_rows,  # type: ignore[arg-type]
+        **prompt_style(script),
     )
 
 
-def usable_golds(dataset: Dataset, script: ScriptArguments, config: MuGRPOConfig) -> Dataset:
+def prompt_style(script: ScriptArguments) -> dict[str, Any]:
+    """How the recipe puts a problem into a prompt, as arguments of [`~mu_grpo_trl.data.load_prompts`]."""
+    return {
+        "conversational": script.conversational,
+        "prompt_template": None if script.prompt_template.lower() == "none" else script.prompt_template,
+        "system_prompt": script.system_prompt,
+    }
+
+
+def load_eval_dataset(script: ScriptArguments) -> Dataset | None:
+    """The recipe's benchmark to evaluate on while training, if it names one."""
+    if script.eval_benchmark is None:
+        return None
+    data = {script.eval_benchmark: script.eval_data} if script.eval_data else {}
+    columns = script.prompt_column, script.answer_column or "answer"
+    ((benchmark, source),) = find_benchmarks([script.eval_benchmark], data, None, *columns)
+    return load_benchmark(benchmark, source, max_problems=script.eval_max_problems, **prompt_style(script))
+
+
+def usable_golds(dataset: Dataset, bad_rows: str, workers: int) -> Dataset:
     """
     The rows whose gold math-verify can find equal to an answer; the others are refused or dropped, as `bad_rows` says.
 
     Raises:
         `ValueError`: there are others, and `bad_rows` is `"error"`, or none is left.
     """
-    report = check_golds(dataset["answer"], workers=config.reward_threads)
+    report = check_golds(dataset["answer"], workers=workers)
     bad = {row: gold for row, gold, kind in report.rows if kind in ("empty", "unreachable")}
     if not bad:
         return dataset
     named = "; ".join(f"row {row}: {gold[:60]!r}" for row, gold in list(bad.items())[:10])
     finding = f"{len(bad)} of {len(dataset)} answers can be matched by no response ({named})"
-    if script.bad_rows == "error" or len(bad) == len(dataset):
+    if bad_rows == "error" or len(bad) == len(dataset):
         raise ValueError(
             f"{finding}. Mend them, drop the rows by `bad_rows: drop`, or choose another `answer_column`."
         )
@@ -224,7 +249,7 @@ def make_trainer(script: ScriptArguments, config: MuGRPOConfig, model: ModelConf
     rewards = reward_names(script)
     check_rewards(rewards, dataset.column_names)
     if "math" in rewards:
-        dataset = usable_golds(dataset, script, config)
+        dataset = usable_golds(dataset, script.bad_rows, config.reward_threads)
     config.model_init_kwargs = {
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,
@@ -236,6 +261,7 @@ def make_trainer(script: ScriptArguments, config: MuGRPOConfig, model: ModelConf
         reward_funcs=rewards,
         args=config,
         train_dataset=dataset,
+        eval_dataset=load_eval_dataset(script),
         peft_config=adapter(model),
     )
 

@@ -131,6 +131,35 @@ def test_generating_moves_neither_the_random_state_nor_the_mode(model):
     assert model.training
 
 
+def test_at_temperature_0_every_response_is_the_likeliest_one(model):
+    requests = REQUESTS[2:4]
+    for request, result in zip(requests, generate(model, replace(SAMPLING, temperature=0.0), requests), strict=True):
+        expected = list(request.prompt_ids)
+        with torch.no_grad():
+            for _ in result.completions[0].token_ids:
+                expected.append(int(model(torch.tensor([expected])).logits[0, -1].argmax()))
+        for completion in result.completions:
+            assert completion.token_ids.tolist() == expected[len(request.prompt_ids) :]
+            assert (completion.logps == 0).all()
+
+
+@torch.no_grad()
+def test_with_top_p_only_the_likeliest_tokens_that_reach_it_are_sampled(model):
+    sampling = replace(SAMPLING, top_p=0.7, temperature=1.3)
+    for request, result in zip(REQUESTS, generate(model, sampling), strict=True):
+        for completion in result.completions:
+            ids = torch.tensor([[*request.prompt_ids, *completion.token_ids.tolist()]])
+            logits = model(ids).logits[0, len(request.prompt_ids) - 1 : -1].double().numpy() / 1.3
+            for position, token in enumerate(completion.token_ids):
+                probabilities = np.exp(logits[position] - logits[position].max())
+                probabilities /= probabilities.sum()
+                order = np.argsort(-probabilities)
+                nucleus = order[: int(np.searchsorted(probabilities[order].cumsum(), 0.7)) + 1]
+                assert token in nucleus
+                expected = np.log(probabilities[token] / probabilities[nucleus].sum())
+                assert completion.logps[position] == pytest.approx(expected, abs=1e-4)
+
+
 def test_samples_follow_the_distribution_of_the_model(model):
     """Pearson's χ² over the vocabulary for a first token, at temperature 1.3, with cells of at least 5 expected."""
     request, size = GroupRequest(0, [5, 6, 7, 8]), 20_000

@@ -691,6 +691,20 @@ def test_evaluation_is_trls_and_outside_the_total(policy, tmp_path):
     assert summary["total_s"] < trainer.telemetry.total_s() + 1e-6
 
 
+def test_evaluation_at_stage_ends_comes_there_and_nowhere_else(policy, tmp_path):
+    options = short(
+        policy, tmp_path, max_steps=5, eval_stage_ends=True, num_generations_eval=2, per_device_eval_batch_size=4
+    )
+    trainer = make_trainer(options, eval_dataset=Dataset.from_dict({"prompt": PROMPTS[40:44]}))
+    trainer.train()
+    assert [entry["step"] for entry in trainer.state.log_history if "eval_reward" in entry] == [2, 4, 5]
+    assert json.loads((tmp_path / "summary.json").read_text())["evaluation_s"] > 0
+    with pytest.raises(ValueError, match="`eval_stage_ends=True` needs an `eval_dataset`"):
+        make_trainer(options)
+    with pytest.raises(ValueError, match="4 rows, no multiple of the 3 responses"):
+        make_trainer({**options, "num_generations_eval": 3}, eval_dataset=Dataset.from_dict({"prompt": PROMPTS[:2]}))
+
+
 def test_the_kinds_of_time_add_up_to_the_wall_clock_of_training(policy, tmp_path):
     trainer = make_trainer(long(policy, tmp_path))
     start = time.perf_counter()

@@ -91,6 +91,7 @@ _HALF_OF_DAY = re.compile(r"\b[ap]\.? ?m\b", re.IGNORECASE)
 
 _SPELLING = [
     (re.compile(r"\\text\s*\{\s*([A-Za-z])\s*\}"), r" \1 "),
+    (re.compile(r"\b([ap])\. ?m\b\.?", re.IGNORECASE), r"\1m"),
     (re.compile(r"\A([-+]?\d{1,3})((?: \d{3})+)(?=\.\d|\Z)"), lambda m: m.group(1) + m.group(2).replace(" ", "")),
     (re.compile(r"(?<![A-Za-z0-9.}])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?![A-Za-z0-9.])"), r"\1 \\times 10^{\2}"),
     (re.compile(r"(?<![\\A-Za-z])(sqrt|pi|infty)(?![A-Za-z])"), r"\\\1 "),

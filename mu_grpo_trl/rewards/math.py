@@ -191,14 +191,35 @@ def _parse(latex: str) -> Any:
 
 
 def _equal_expressions(gold: Any, answer: Any) -> bool:
+    import sympy
     from math_verify import verify as math_verify
 
     logging.getLogger("math_verify.grader").setLevel(logging.ERROR)  # it warns that its own time limit is off
+
+    if isinstance(gold, sympy.Set):
+        answer = _bounds_as_set(answer)
 
     def equal(first: Any, second: Any) -> bool:
         return math_verify(first, second, float_rounding=_DECIMAL_PLACES, timeout_seconds=None)
 
     return (equal(gold, answer) or equal(_count_symbols(gold), _count_symbols(answer))) and _confirmed(gold, answer)
+
+
+def _bounds_as_set(expression: Any) -> Any:
+    r"""
+    The interval that numbers bound, as in `-2 < x \le 2` and `x > 1`. Anything else stays as it is: an inequality that
+    is still to be solved, such as `x^2 < 4`, is no interval.
+    """
+    import sympy
+
+    bounds = expression.args if isinstance(expression, sympy.And) else (expression,)
+    inequalities = (sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge)
+    is_solved = all(
+        isinstance(bound, inequalities)
+        and (bound.lhs.is_Symbol and bound.rhs.is_number or bound.lhs.is_number and bound.rhs.is_Symbol)
+        for bound in bounds
+    )
+    return expression.as_set() if is_solved and len(expression.free_symbols) == 1 else expression
 
 
 def _count_symbols(expression: Any) -> Any:

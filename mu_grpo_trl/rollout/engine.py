@@ -20,17 +20,18 @@ class EngineError(RuntimeError):
 class SamplingParams:
     """Everything that shapes the sampling distribution; sent to the engine in full and recorded in the manifest.
 
-    Sampling is always untruncated (top_p 1, top_k off, min_p 0, no penalties): anything else would make the
-    engine's log-probs those of another distribution than the trainer's.
+    Training samples untruncated (top_p 1, top_k off, min_p 0, no penalties): anything else would make the engine's
+    log-probs those of another distribution than the trainer's. Evaluation may sample greedily or with a top_p.
 
     Args:
-        temperature (`float`): divides the logits, in the engine and in the trainer alike.
+        temperature (`float`): divides the logits, in the engine and in the trainer alike; 0 takes the likeliest token.
         max_tokens (`int`): upper limit on the generated tokens of one response, EOS included.
         context_length (`int`): upper limit on prompt and response together, in tokens.
         num_generations (`int`): G, responses per prompt group.
         eos_token_ids (`tuple[int, ...]`): tokens that end a response; the sampled one is kept in the response.
         stop (`tuple[str, ...]`): strings that end a response (`finish_reason` is then `"stop"`).
         seed (`int`): the stage's sampling seed; the in-process engine derives one per batch from it. vLLM gets none.
+        top_p (`float`): share of the probability that the likeliest tokens, which are sampled from, reach; 1 is all.
     """
 
     temperature: float
@@ -40,6 +41,7 @@ class SamplingParams:
     eos_token_ids: tuple[int, ...]
     stop: tuple[str, ...] = ()
     seed: int = 0
+    top_p: float = 1.0
 
     def max_tokens_for(self, prompt_length: int) -> int:
         """Tokens a response to a prompt of `prompt_length` tokens may have (0 or less: the prompt is too long)."""

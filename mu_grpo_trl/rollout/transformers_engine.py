@@ -106,7 +106,7 @@ class TransformersEngine:
         positions = mask[:, :cached].sum(1, keepdim=True)
         alive = torch.ones_like(stopped)  # of `rows`
         for step in range(max_tokens):
-            step_logps = (logits.float() / sampling.temperature).log_softmax(-1)
+            step_logps = _sampling_logps(logits.float(), sampling)
             sampled = torch.multinomial(step_logps.exp(), 1)
             tokens[rows, step] = sampled[:, 0]
             logps[rows, step] = step_logps.gather(1, sampled)[:, 0]
@@ -150,6 +150,20 @@ class TransformersEngine:
                 use_cache=True, logits_to_keep=1,
             )  # fmt: skip
         return output.logits[:, -1], cache, mask
+
+
+def _sampling_logps(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+    """Log-probs `(B, V)` of the distribution that is sampled from."""
+    if sampling.temperature == 0:
+        best = logits.argmax(-1, keepdim=True)
+        return torch.full_like(logits, -torch.inf).scatter(-1, best, 0.0)
+    logps = (logits / sampling.temperature).log_softmax(-1)
+    if sampling.top_p < 1:
+        ordered, order = logps.sort(-1, descending=True)
+        reached = ordered.exp().cumsum(-1) - ordered.exp()  # before the token itself, so that the first one stays
+        kept = ordered.masked_fill(reached >= sampling.top_p, -torch.inf)
+        logps = torch.empty_like(logps).scatter(-1, order, kept).log_softmax(-1)
+    return logps
 
 
 class _RoomyLayer(DynamicLayer):

@@ -1,0 +1,1 @@
+"""`mu-grpo eval`: checkpoints on benchmarks, by the paper's protocol (see `docs/evaluation.md`)."""
