@@ -26,7 +26,7 @@ PACKAGE = ROOT / "mu_grpo_trl"
 RECIPES = sorted(
     path
     for path in (ROOT / "recipes").rglob("*.yaml")
-    if path.relative_to(ROOT / "recipes").parts[0] not in ("accelerate", "bases", "lab")
+    if path.relative_to(ROOT / "recipes").parts[0] not in ("accelerate", "bases", "eval", "lab")
 )
 ACCELERATE = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
 
