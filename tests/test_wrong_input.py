@@ -23,6 +23,7 @@ from trl import GRPOConfig
 from workers.train_worker import digit_share
 
 from mu_grpo_trl import MathReward, MuGRPOConfig, MuGRPOTrainer
+from mu_grpo_trl.cli import COMMANDS
 from mu_grpo_trl.cli import main as cli
 from mu_grpo_trl.rollout.engine import EngineError
 from mu_grpo_trl.stage.schema import StageError
@@ -274,7 +275,7 @@ def test_an_unknown_command_names_the_known_ones(arguments, capsys):
     with pytest.raises(SystemExit) as end:
         cli(arguments)
     assert end.value.code == 2
-    assert "{train,stage,quickstart}" in capsys.readouterr().err
+    assert f"{{{','.join(COMMANDS)}}}" in capsys.readouterr().err
 
 
 def test_rewards_may_lie_in_the_working_directory(tmp_path, policy, no_model, monkeypatch):

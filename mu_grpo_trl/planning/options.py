@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +33,7 @@ class Findings:
     warnings: list[str] = field(default_factory=list)
 
     @contextmanager
-    def collecting(self):
+    def collecting(self) -> Iterator[None]:
         """Keep what a check inside the block raises, once."""
         try:
             yield
