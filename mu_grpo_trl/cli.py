@@ -10,6 +10,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "train": "train from a recipe: mu-grpo train --config recipes/NAME.yaml [--key value …]",
     "stage": "look at a stage on disk, or mend it: mu-grpo stage show|check|repair PATH",
+    "report": "figures and tables of runs, side by side: mu-grpo report RUN… [--label NAME …]",
     "quickstart": "train a small model on sums, show what came of it [--task arithmetic|smollm2] [--engine vllm]",
 }
 
@@ -28,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         from .train import main as run
     elif command == "stage":
         from .stage_cli import main as run
+    elif command == "report":
+        from .report.cli import main as run
     else:
         from .lab.quickstart import main as run
     run(argv[1:])
