@@ -133,7 +133,7 @@ def _over_updates(key: str, scale: float = 1.0) -> Callable[[Axes, Sequence[Run]
         if lines:
             _mark_boundaries(axes, runs)
             axes.set_xlabel("update")
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 5, 10], integer=True))
         return bool(lines)
 
     return draw
@@ -156,9 +156,9 @@ def _mark_boundaries(axes: Axes, runs: Sequence[Run]) -> None:
     agree = all(own == longest[: len(own)] for own in boundaries)
     for number, own in [(0, longest)] if agree else enumerate(boundaries):
         if len(own) <= MOST_BOUNDARIES:
-            look = {"color": "0.8"} if agree else {"color": color_of(number), "alpha": 0.35}
+            color, alpha = ("0.8", 1.0) if agree else (color_of(number), 0.35)
             for boundary in own:
-                axes.axvline(boundary + 0.5, linewidth=0.8, zorder=0, **look)
+                axes.axvline(boundary + 0.5, color=color, alpha=alpha, linewidth=0.8, zorder=0)
 
 
 def _draw_accuracy(against_time: bool) -> Callable[[Axes, Sequence[Run]], bool]:
@@ -178,7 +178,7 @@ def _draw_accuracy(against_time: bool) -> Callable[[Axes, Sequence[Run]], bool]:
             axes.plot(x / SECONDS_OF.get(unit, 1), y, marker="o", markersize=4, linewidth=1.5, **style_of(number))
         axes.set_xlabel(f"T_total ({unit}), evaluation not counted" if against_time else "update")
         if not against_time:
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 5, 10], integer=True))
         sources = {run.accuracy.source for run in runs if run.accuracy is not None}
         axes.set_ylabel(f"{sources.pop() if len(sources) == 1 else 'accuracy (kinds differ: see the table)'} (%)")
         return True

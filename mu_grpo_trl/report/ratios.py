@@ -112,7 +112,8 @@ def score_stage(
     """
     rows = sample_rows(reader, num_responses)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model.to(device).eval()
     _check_vocabulary(reader, rows, model.get_input_embeddings().num_embeddings, checkpoint)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     add_fused_lm_head(base, float(reader.manifest.sampling["temperature"]), True, outputs=("log_probs",))
