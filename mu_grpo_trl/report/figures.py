@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,7 @@ LINE_STYLES = ("-", "--", ":", "-.")
 MOST_LABEL_CHARACTERS = 40
 MOST_BOUNDARIES = 40
 POINTS_OF_A_LINE = 100
-"""A longer series is drawn faintly, below its mean over windows of this part of it."""
+"""A series twice as long is drawn faintly, below its mean over windows of this part of it, never over two stages."""
 SECONDS_OF = {"s": 1, "min": 60, "h": 3600}
 
 
@@ -55,19 +57,22 @@ def style_of(number: int) -> dict[str, Any]:
     return {"color": color_of(number), "linestyle": LINE_STYLES[number // len(COLORS) % len(LINE_STYLES)]}
 
 
-def short_label(label: str) -> str:
-    """`label`, its middle left out if it is long."""
-    if len(label) <= MOST_LABEL_CHARACTERS:
-        return label
+def short_labels(labels: Sequence[str]) -> list[str]:
+    """Labels that fit a legend and still differ: long ones lose what they have in common, then their middle."""
+    if max(map(len, labels)) > MOST_LABEL_CHARACTERS and len(labels) > 1:
+        start = len(re.sub(r"[^-_/ ]*$", "", os.path.commonprefix(labels)))
+        end = len(re.sub(r"[^-_/ ]*$", "", os.path.commonprefix([label[::-1] for label in labels])))
+        labels = [f"{'…' * (start > 0)}{label[start : len(label) - end]}{'…' * (end > 0)}" for label in labels]
     half = (MOST_LABEL_CHARACTERS - 1) // 2
-    return f"{label[:half]}…{label[-half:]}"
+    short = [label if len(label) <= MOST_LABEL_CHARACTERS else f"{label[:half]}…{label[-half:]}" for label in labels]
+    return short if len(set(short)) == len(short) else [f"{number}: {label}" for number, label in enumerate(short, 1)]
 
 
 def draw_panel(panel: Panel, runs: Sequence[Run]) -> Figure:
     """One panel with its legend below."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    figure = Figure(figsize=(6.4, 3.8 + 0.2 * (len(runs) if len(runs) > 1 else 1)), layout="constrained")
     _fill(figure.subplots(), panel, runs)
     _legend(figure, runs, most_columns=2)
     return figure
@@ -108,7 +113,7 @@ def _fill(axes: Axes, panel: Panel, runs: Sequence[Run]) -> None:
 def _legend(figure: Figure, runs: Sequence[Run], most_columns: int) -> None:
     from matplotlib.lines import Line2D
 
-    labels = [short_label(run.label) for run in runs]
+    labels = short_labels([run.label for run in runs])
     if len(runs) > 1:
         lines = [Line2D([], [], linewidth=2.5, **style_of(number)) for number in range(len(runs))]
         columns = min(len(runs), most_columns if max(map(len, labels)) < 30 else most_columns // 2)
@@ -128,7 +133,8 @@ def _over_updates(key: str, scale: float = 1.0) -> Callable[[Axes, Sequence[Run]
             if window > 1:
                 axes.plot(steps, values, linewidth=0.6, alpha=0.25, **style_of(number))
             marker = "o" if len(steps) < 8 else None
-            smooth = moving_mean(values, window)
+            stages = np.split(values, np.searchsorted(steps, runs[number].boundaries(), side="right"))
+            smooth = np.concatenate([moving_mean(stage, window) for stage in stages])
             axes.plot(steps, smooth, linewidth=1.5, marker=marker, markersize=4, **style_of(number))
         if lines:
             _mark_boundaries(axes, runs)
@@ -206,7 +212,7 @@ def _draw_times(axes: Axes, runs: Sequence[Run]) -> bool:
         share = f"{rollout / total:.0%} rollout" if total else ""
         axes.text(left, number, f" {left:.3g} {unit}, {share}", va="center", fontsize="small")
     axes.set_xlim(0, 1.45 * axes.get_xlim()[1] / 1.05)
-    axes.set_ylim(len(runs) - 0.4 + 0.35 * len(runs), -0.6)  # room for the legend below the bars
+    axes.set_ylim(len(runs) + 0.45 * len(runs), -0.6)  # room for the legend below the bars
     axes.set_yticks([])
     axes.set_xlabel(f"T_total ({unit})")
     patches = [Patch(color="0.3", alpha=alpha, label=kind) for kind, alpha in shades.items()]
