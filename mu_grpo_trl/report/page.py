@@ -44,8 +44,11 @@ th, td { padding: .3rem .7rem; border-bottom: 1px solid #ddd; text-align: left; 
 th { font-weight: 600; max-width: 22rem; overflow-wrap: anywhere; }
 td { font-variant-numeric: tabular-nums; }
 .swatch { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .4em; }
-.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(430px, 1fr)); gap: 1.2rem; }
-figure { margin: 0; } figure img { width: 100%; } figcaption { color: #555; font-size: .85rem; }
+tbody th { white-space: nowrap; }
+.figures { display: flex; flex-wrap: wrap; gap: 1.2rem; }
+figure { margin: 0; flex: 1 1 430px; max-width: 640px; }
+figure img { width: 100%; }
+figcaption { color: #555; font-size: .85rem; }
 """
 
 
