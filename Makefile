@@ -23,13 +23,14 @@ export PATH := $(BIN):$(PATH)
 export MU_GRPO_VLLM_PYTHON ?= $(CURDIR)/.venv-vllm/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv .venv-vllm test test-fast lint format typecheck quickstart smollm2 faults clean
+.PHONY: help .venv .venv-vllm test test-fast lint format typecheck quickstart smollm2 notebooks faults clean
 
 help:
 	@echo 'make quickstart [ENGINE=transformers|vllm]   train a tiny model on sums and show what came of it'
 	@echo 'make smollm2      train SmolLM2-135M-Instruct on sums, through a vLLM server on the CPU'
 	@echo 'make test         all tests (about 15 minutes on 2 cores); ARGS="-k name" chooses among them'
 	@echo 'make test-fast    the tests that need no vLLM server, no second process and no patience'
+	@echo 'make notebooks    execute notebooks/ in place'
 	@echo 'make faults       inject faults into real runs and write docs/reliability.md; ARGS="--only TEXT" chooses'
 	@echo 'make lint format typecheck   ruff, ruff format, pyright'
 	@echo 'make .venv .venv-vllm        only the virtual environments: training and tests; the vLLM server'
@@ -82,6 +83,9 @@ quickstart: .venv/.quickstart $(if $(filter vllm,$(ENGINE)),.venv-vllm/.installe
 
 smollm2: .venv/.dev .venv-vllm/.installed
 	$(BIN)/mu-grpo quickstart --task smollm2 $(ARGS)
+
+notebooks: .venv/.dev
+	$(BIN)/python tools/run_notebooks.py $(ARGS)
 
 faults: .venv/.dev .venv-vllm/.installed
 	$(BIN)/python -m tests.faults $(ARGS)

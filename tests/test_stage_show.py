@@ -19,7 +19,7 @@ from mu_grpo_trl.report.ratios import sample_rows, score_stage
 from mu_grpo_trl.report.stage_view import Example, view_stage
 from mu_grpo_trl.stage import StageError, StageReader, StageWriter
 
-PROMPT, RESPONSE = "2+2=", "4=2+"
+PROMPT, TEMPERATURE = "2+2=", 0.05
 
 
 def write_stage(folder: Path, rewards: list[list[float | None]], **rows) -> StageReader:
@@ -74,9 +74,9 @@ def test_groups_are_counted_by_their_right_responses_and_unscorable_ones_are_not
 
 def test_many_distinct_rewards_are_binned(tmp_path, monkeypatch):
     monkeypatch.setattr(stage_view, "GROUPS_AT_ONCE", 3)
-    values = [[i / 10, i / 10 + 0.05] for i in range(10)] + [[1.0, None]]  # 0, 0.05, …, 0.95, 1
+    values = [[0.0, 1.0], [None, None], *([i / 10 + 0.03, i / 10 + 0.06] for i in range(10))]
     view = view_stage(write_stage(tmp_path, values))
-    assert [count for _, count in view.rewards] == [2, 2, 2, 2, 2, 2, 2, 2, 2, 3]
+    assert [count for _, count in view.rewards] == [3, 2, 2, 2, 2, 2, 2, 2, 2, 3]
     assert (view.rewards[0][0], view.rewards[-1][0]) == ("0–0.1", "0.9–1")
 
 
@@ -118,28 +118,34 @@ def policy(tmp_path_factory) -> Path:
     return save_tiny_policy(tmp_path_factory.mktemp("policy"))
 
 
-def reference_logps(policy: Path, temperature: float) -> np.ndarray:
-    """Of `RESPONSE` after `PROMPT`, by a plain softmax."""
-    tokenizer = make_tokenizer()
-    ids = torch.tensor([tokenizer(PROMPT + RESPONSE)["input_ids"]])
-    with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(policy)(ids).logits[0] / temperature
-    logps = logits.log_softmax(-1)[torch.arange(ids.size(1) - 1), ids[0, 1:]]
-    return logps[-len(RESPONSE) :].numpy()
+@pytest.fixture(scope="module")
+def unlikely(policy) -> tuple[list[int], np.ndarray]:
+    """Four tokens after `PROMPT` that the policy hardly ever samples at `TEMPERATURE`, and their log-probs."""
+    model = AutoModelForCausalLM.from_pretrained(policy)
+    ids = make_tokenizer()(PROMPT)["input_ids"]
+    chosen: list[int] = []
+    logps = []
+    for _ in range(4):
+        with torch.no_grad():
+            logits = model(torch.tensor([ids + chosen])).logits[0, -1] / TEMPERATURE
+        chosen.append(3 + int(logits[3:].argmin()))  # behind pad, EOS and unknown
+        logps.append(float(logits.log_softmax(-1)[chosen[-1]]))
+    assert max(logps) < -15.0  # so that even e^−15 of it is a probability
+    return chosen, np.array(logps)
 
 
 @pytest.fixture
-def stage(policy, tmp_path) -> Path:
+def stage(unlikely, tmp_path) -> Path:
     """
-    Four groups of two, at temperature 0.6. The first of group 1 has A = −1 and ratios 1, ½, e^−15, 2; the first of
+    Four groups of two. The first of group 1 has A = −1 and ratios 1, ½, e^−15, 2; the first of
     group 3 A = −1, ratios 1 and three tokens of which b_t is missing; all others A = 1 (0 in group 0) and ratios e.
     """
-    logps = reference_logps(policy, 0.6)
-    tokenizer = make_tokenizer()
-    ids = tokenizer(RESPONSE)["input_ids"]
+    ids, logps = unlikely
     down = logps - np.array([0.0, math.log(0.5), -15.0, math.log(2.0)])
     missing = np.where([False, True, True, True], np.nan, logps)
-    manifest = make_manifest(num_updates=1, prompts_per_update=4, prompt_indices=(10, 11, 12, 13))
+    manifest = make_manifest(
+        num_updates=1, prompts_per_update=4, prompt_indices=(10, 11, 12, 13), sampling={"temperature": TEMPERATURE}
+    )
     writer = StageWriter.create(tmp_path / "stage", manifest)
     for group in range(4):
         firsts = {1: (-1.0, down), 3: (-1.0, missing)}
@@ -151,7 +157,7 @@ def stage(policy, tmp_path) -> Path:
             )
             for sample, (advantage, own) in enumerate((first, second))
         ]
-        writer.append([make_group(group, rows, prompt_ids=tokenizer(PROMPT)["input_ids"])])
+        writer.append([make_group(group, rows, prompt_ids=make_tokenizer()(PROMPT)["input_ids"])])
     writer.complete()
     return tmp_path / "stage"
 
@@ -195,28 +201,30 @@ def test_the_sample_is_of_whole_groups_with_advantages_spread_over_the_stage(sta
 def test_what_cannot_be_scored_is_said(policy, tmp_path):
     with pytest.raises(StageError, match="No response of .* has an advantage"):
         score_stage(write_stage(tmp_path / "none", [[None, None]]), policy)
-    with pytest.raises(StageError, match=r"has token 5000, but .* knows 52: it is another model"):
+    with pytest.raises(StageError, match=r"has token 5000, but .* knows 53: it is another model"):
         score_stage(write_stage(tmp_path / "other", [[0, 1]], completion_ids=[5000]), policy)
 
 
-def test_the_command_shows_the_trigger_in_its_context(stage, policy, capsys):
+def test_the_command_shows_the_trigger_in_its_context(stage, policy, unlikely, capsys):
+    response = make_tokenizer().decode(unlikely[0])
     code, text = run(capsys, "show", stage, "--checkpoint", policy, "--responses", 1)
     assert code == 0
-    assert "best: group 1 sample 1: 4 tokens, reward 1.000, advantage 1.000\n2+2=\n>>> 4=2+" in text
+    assert f"best: group 1 sample 1: 4 tokens, reward 1.000, advantage 1.000\n2+2=\n>>> {response}\n" in text
     assert "worst: group 1 sample 0" in text
     assert "1 triggers (A < 0, ρ < 0.0001) in 1 responses" in text
     assert "group 1 sample 0: κ = 2 of 4 tokens; masked: sequence 4, suffix 1, non_trigger_suffix 1, trigger 1" in text
-    assert "⚑ ρ=3.06e-07  group 1 sample 0 t=2: 4=⟦2⟧+" in text
+    before, (trigger, after) = response[:2], response[2:]
+    assert f"⚑ ρ=3.06e-07  group 1 sample 0 t=2: {before}⟦{trigger}⟧{after}".replace("\n", "⏎") in text
     assert "3 tokens without a usable log-prob" in text
 
 
-def test_the_json_holds_the_same(stage, policy, capsys):
+def test_the_json_holds_the_same(stage, policy, unlikely, capsys):
     code, text = run(capsys, "show", stage, "--checkpoint", policy, "--json")
     assert code == 0
     told = json.loads(text)
-    assert told["view"]["groups_by_right"] == [1, 1, 2]
-    assert told["view"]["best"][0]["completion"] == RESPONSE
+    assert told["view"]["groups_by_right"] == [1, 2, 1]
+    assert told["view"]["best"][0]["completion"] == make_tokenizer().decode(unlikely[0])
     assert told["ratios"]["masked"]["sequence"] == {"responses": 1, "tokens": 4}
     (triggered,) = told["ratios"]["triggered"]
     assert [trigger["token"] for trigger in triggered["triggers"]] == [2]
-    assert told["manifest"]["sampling"]["temperature"] == 0.6
+    assert told["manifest"]["sampling"]["temperature"] == TEMPERATURE

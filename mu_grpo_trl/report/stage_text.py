@@ -61,7 +61,7 @@ def totals(view: StageView) -> list[str]:
         *bars(solved, "groups"),
         "",
         f"tokens per response: mean {summary.mean_length:.1f} ({by_kind}); {quantiles}; "
-        f"cut at the limit {view.truncated} ({summary.truncated_share:.1%})",
+        f"cut at the limit {summary.truncated_share:.1%} ({view.truncated})",
         *bars(view.lengths, "responses"),
     ]
 
