@@ -226,6 +226,7 @@ def test_every_run_keeps_its_color_and_stages_are_marked(tmp_path):
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("update", "mean reward")
     _, axes = drawn("clip", runs)
     assert max(axes.lines[0].get_ydata()) == pytest.approx(1.0)  # percent
+    assert axes.get_ylim()[0] == 0
     assert [figures.style_of(number)["linestyle"] for number in (0, 6, 7)] == ["-", "-", "--"]
 
 

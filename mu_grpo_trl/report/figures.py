@@ -122,6 +122,18 @@ def _legend(figure: Figure, runs: Sequence[Run], most_columns: int) -> None:
         figure.suptitle(labels[0])
 
 
+def _share_over_updates(key: str) -> Callable[[Axes, Sequence[Run]], bool]:
+    """In percent, from 0 up."""
+    draw_line = _over_updates(key, 100)
+
+    def draw(axes: Axes, runs: Sequence[Run]) -> bool:
+        drawn = draw_line(axes, runs)
+        axes.set_ylim(0, max(axes.get_ylim()[1], 0.1))
+        return drawn
+
+    return draw
+
+
 def _over_updates(key: str, scale: float = 1.0) -> Callable[[Axes, Sequence[Run]], bool]:
     def draw(axes: Axes, runs: Sequence[Run]) -> bool:
         from matplotlib.ticker import MaxNLocator
@@ -246,11 +258,11 @@ PANELS = (
         "Near 1 is healthy; sinking means that the policy is only suppressing.",
     ),
     Panel(
-        "clip", "Clipped tokens", "share of tokens (%)", _over_updates("clip/token_fraction", 100),
+        "clip", "Clipped tokens", "share of tokens (%)", _share_over_updates("clip/token_fraction"),
         "Tokens at which min() selects the clipped constant.",
     ),
     Panel(
-        "veto", "Vetoed tokens", "share of tokens (%)", _over_updates("veto/token_fraction", 100),
+        "veto", "Vetoed tokens", "share of tokens (%)", _share_over_updates("veto/token_fraction"),
         "Tokens that the negative-advantage veto masks.",
     ),
     Panel(
