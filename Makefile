@@ -23,7 +23,7 @@ export PATH := $(BIN):$(PATH)
 export MU_GRPO_VLLM_PYTHON ?= $(CURDIR)/.venv-vllm/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv .venv-vllm test test-fast lint format typecheck quickstart smollm2 lab faults docs clean
+.PHONY: help .venv .venv-vllm test test-fast lint format typecheck quickstart smollm2 lab notebooks faults docs clean
 
 help:
 	@echo 'make quickstart [ENGINE=transformers|vllm]   train a tiny model on sums and show what came of it'
@@ -31,6 +31,7 @@ help:
 	@echo 'make lab          the main comparison of the paper on tiny tasks, and its report; LAB=full: every experiment'
 	@echo 'make test         all tests (about 15 minutes on 2 cores); ARGS="-k name" chooses among them'
 	@echo 'make test-fast    the tests that need no vLLM server, no second process and no patience'
+	@echo 'make notebooks    execute notebooks/ in place'
 	@echo 'make faults       inject faults into real runs and write docs/reliability.md; ARGS="--only TEXT" chooses'
 	@echo 'make docs         build the documentation site into build/site; any warning is an error'
 	@echo 'make lint format typecheck   ruff, ruff format, pyright'
@@ -92,6 +93,9 @@ smollm2: .venv/.dev .venv-vllm/.installed
 lab: .venv/.lab
 	$(BIN)/mu-grpo lab run $(if $(filter full,$(LAB)),all) $(ARGS)
 	$(BIN)/mu-grpo lab report
+
+notebooks: .venv/.dev
+	$(BIN)/python tools/run_notebooks.py $(ARGS)
 
 faults: .venv/.dev .venv-vllm/.installed
 	$(BIN)/python -m tests.faults $(ARGS)

@@ -1,4 +1,4 @@
-"""What hooks into the Hugging Face training loop: timers, checkpoints at stage ends, the stage in their state."""
+"""What hooks into the Hugging Face training loop: timers, checkpoints at stage ends, the log and settings on disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from transformers.trainer_utils import SaveStrategy
 from .checkpoints import CheckpointError, read_stage_state
 from .phases import register_fused_head
 from .schedule import Schedule
-from .telemetry import Telemetry
+from .stage.writer import write_atomically
+from .telemetry import METRICS_NAME, RUN_NAME, Telemetry
 
 
 class StageCallback(TrainerCallback, ExportableState):
@@ -88,3 +89,37 @@ class StageCallback(TrainerCallback, ExportableState):
             control.should_save = True
         if ends_stage and args.eval_stage_ends:
             control.should_evaluate = True
+
+
+class RunFiles(TrainerCallback):
+    """
+    Keeps in `output_dir` what `mu-grpo report` reads: `metrics.jsonl`, one entry of the log a line as soon as it is
+    logged, and `run.json`, the model's name and all settings, without secrets.
+
+    A start rewrites both: the lines are those up to the checkpoint it goes on from, so that no update is there twice.
+    A kill costs at most the line being written.
+    """
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not state.is_world_process_zero:
+            return
+        folder = Path(str(args.output_dir))
+        folder.mkdir(parents=True, exist_ok=True)
+        run = {
+            "model": kwargs["model"].config._name_or_path,
+            "num_processes": args.world_size,
+            "settings": args.to_dict(),
+        }
+        write_atomically(folder / RUN_NAME, json.dumps(run, indent=1, default=str).encode())
+        write_atomically(folder / METRICS_NAME, "".join(map(_line, state.log_history)).encode())
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            with open(Path(str(args.output_dir)) / METRICS_NAME, "a", encoding="utf-8") as file:
+                file.write(_line(state.log_history[-1]))
+
+
+def _line(entry: dict[str, Any]) -> str:
+    return json.dumps(entry) + "\n"

@@ -16,6 +16,7 @@ COMMANDS = {
     "eval": "checkpoints on benchmarks: mu-grpo eval --config recipes/NAME.yaml --checkpoints runs/NAME/checkpoint-*",
     "stage": "look at a stage on disk, or mend it: mu-grpo stage show|check|repair PATH",
     "lab": "the paper's experiments on tiny tasks: mu-grpo lab list|run|report",
+    "report": "figures and tables of runs, side by side: mu-grpo report RUN… [--label NAME …]",
     "quickstart": "train a small model on sums, show what came of it [--task arithmetic|smollm2] [--engine vllm]",
 }
 MODULES = {
@@ -25,6 +26,7 @@ MODULES = {
     "eval": "evaluation.command",
     "stage": "stage_cli",
     "lab": "lab.cli",
+    "report": "report.cli",
     "quickstart": "lab.quickstart",
 }
 

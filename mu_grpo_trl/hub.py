@@ -12,8 +12,8 @@ from huggingface_hub import HfApi
 
 from .config import MuGRPOConfig
 
-NOT_UPLOADED = ["vllm/*", "nonfinite/*", "run.lock", "wandb_run_id"]
-"""Of `output_dir`, beside the stages: logs of servers, rows of rejected updates, and what only this machine needs."""
+NOT_UPLOADED = ["vllm/*", "nonfinite/*", "run.lock", "run.json", "wandb_run_id"]
+"""Of `output_dir`, beside the stages: logs of servers, rows of rejected updates, and what is of this machine alone."""
 
 
 @contextmanager

@@ -7,16 +7,16 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
+from .report import stage_text
+from .report.stage_view import view_stage
 from .stage import StageError, StageReader
 from .stage.repair import StageCheck, check_stage, find_stage, repair_stage
 
 DESCRIPTION = """look at a stage on disk, and mend it
 
-  mu-grpo stage show PATH     what it is, its rewards and lengths, a few responses
+  mu-grpo stage show PATH     what it is, its rewards, solve rates and lengths, its best and worst responses;
+                              with --checkpoint DIR the tokens whose ratio triggers the veto under those weights
   mu-grpo stage check PATH    compare every shard and row with what they must be; exit code 1 if something is wrong
   mu-grpo stage repair PATH   set bad shards aside, so that the next start of the run generates only their groups
 
@@ -71,18 +71,32 @@ def repair(options: argparse.Namespace) -> int:
 
 
 def show(options: argparse.Namespace) -> int:
-    """Print manifest, totals and a few responses."""
+    """Print what the stage is, its rewards, solve rates and lengths, and responses; its ratios under a checkpoint."""
     reader = StageReader(find_stage(options.path), allow_filling=True)
-    manifest = reader.manifest
-    print(f"{reader.path}: stage {manifest.stage}, {manifest.status}")
-    print(f"  {len(reader)} of {manifest.num_groups} groups × {manifest.num_generations} responses,", end=" ")
-    print(f"{manifest.num_updates} updates of {manifest.prompts_per_update} groups")
-    print(f"  {manifest.engine} {manifest.engine_version}, sampling {manifest.sampling}")
-    print(f"  policy {manifest.policy_hash} published at update {manifest.published_step}, run {manifest.run_id}")
-    print(f"  dataset {manifest.dataset_hash}, tokenizer {manifest.tokenizer_hash}, seed {manifest.seed}")
-    if len(reader):
-        _print_totals(reader)
-        _print_responses(reader, options)
+    if not len(reader):
+        print("\n".join(stage_text.identity(reader)) if not options.json else stage_text.as_json(reader))
+        return 0
+    view = view_stage(reader, options.right_at, 0 if options.group is not None else options.responses)
+    ratios = None
+    if options.checkpoint is not None:
+        from transformers.utils.logging import disable_progress_bar
+
+        from .report.ratios import score_stage  # takes TRL
+
+        disable_progress_bar()
+        ratios = score_stage(reader, options.checkpoint, options.sample, options.veto_threshold)
+    decode = _decoder(reader.path, options)
+    if options.json:
+        print(stage_text.as_json(reader, view, ratios, decode))
+        return 0
+    lines = [*stage_text.identity(reader), *stage_text.totals(view)]
+    if options.group is not None:
+        chosen = range(min(reader.manifest.num_generations, options.responses))
+        lines += stage_text.group(reader, options.group, chosen, decode)
+    else:
+        lines += stage_text.examples(reader, view, decode)
+    lines += stage_text.ratios(ratios, decode, options.tokens) if ratios is not None else []
+    print("\n".join(lines))
     return 0
 
 
@@ -98,12 +112,22 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         if run is repair:
             command.add_argument("--dry-run", action="store_true", help="say what would be done, and change nothing")
         if run is show:
-            command.add_argument("--responses", type=int, default=3, help="how many to print (3)")
-            command.add_argument(
-                "--group", type=int, help="print this group's responses instead of a spread of groups'"
-            )
-            command.add_argument("--tokenizer", help="for the text; the stage's own policy/ if it is still there")
+            _add_show_options(command)
     return parser.parse_args(argv)
+
+
+def _add_show_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--responses", type=int, default=2, help="how many of the best and of the worst to print (2)")
+    command.add_argument("--group", type=int, help="print this group's first responses instead")
+    command.add_argument("--right-at", type=float, default=1.0, help="reward from which a response is right (1)")
+    command.add_argument("--tokenizer", help="for the text; the stage's own policy/ if it is still there")
+    command.add_argument("--checkpoint", help="show the ratios of a sample under this policy, such as checkpoint-16")
+    command.add_argument("--sample", type=int, default=64, help="responses that it scores (64)")
+    command.add_argument(
+        "--veto-threshold", type=float, default=1e-4, help="ratio below which a token triggers (1e-4)"
+    )
+    command.add_argument("--tokens", type=int, default=10, help="how many tokens of the lowest ratio to print (10)")
+    command.add_argument("--json", action="store_true", help="print all of it as one JSON object")
 
 
 def _print_check(found: StageCheck) -> None:
@@ -118,46 +142,15 @@ def _print_check(found: StageCheck) -> None:
         print(f"  {len(found.missing_groups)} groups are still to be generated.")
 
 
-def _print_totals(reader: StageReader) -> None:
-    totals = reader.summary()
-    lengths = reader.lengths(reader.groups)[1]
-    quantiles = np.quantile(lengths, [0, 0.5, 0.9, 1]).round().astype(int).tolist()
-    print(f"  {totals.num_responses} responses of {totals.num_tokens} tokens,", end=" ")
-    print(f"{totals.tokens_without_logp} tokens without a log-prob")
-    print(f"  lengths: mean {totals.mean_length:.1f}, min/median/90%/max {'/'.join(map(str, quantiles))},", end=" ")
-    print(f"cut at the limit {totals.truncated_share:.1%}")
-    each = ", ".join(f"{name} {mean:.3f}" for name, mean in totals.mean_rewards.items())
-    print(f"  reward: mean {totals.mean_reward:.3f} ({each}), unscorable {totals.unscorable_responses},", end=" ")
-    print(f"groups without signal {totals.zero_advantage_group_share:.1%}")
-
-
-def _print_responses(reader: StageReader, options: argparse.Namespace) -> None:
-    size = reader.manifest.num_generations
-    if options.group is not None:
-        chosen = [(options.group, sample) for sample in range(min(size, options.responses))]
-    else:
-        spread = np.linspace(0, len(reader) - 1, max(0, min(options.responses, len(reader)))).astype(int)
-        chosen = [(int(group), 0) for group in reader.groups[spread]]
-    tokenizer = _tokenizer(reader.path, options.tokenizer) if chosen else None
-    for group, sample in chosen:
-        response = reader.response(group, sample)
-        reward = reader.rewards([group])[0, sample]
-        print(f"\n--- group {group} sample {sample}: {len(response.completion_ids)} tokens,", end=" ")
-        print(f"reward {reward:.3f}, advantage {response.advantage:.3f}")
-        print(_text(tokenizer, response.prompt_ids))
-        print(f">>> {_text(tokenizer, response.completion_ids)}")
-
-
-def _tokenizer(stage: Path, wanted: str | None) -> Any:
-    """The tokenizer, or None (with a hint) where there is none."""
-    folder = wanted or str(stage / "policy")
-    if wanted is None and not (stage / "policy" / "tokenizer_config.json").exists():
-        print("\n(The stage's policy/ with its tokenizer is gone: token ids are shown. Name one by --tokenizer.)")
-        return None
+def _decoder(stage: Path, options: argparse.Namespace) -> stage_text.Decode:
+    """Token ids as text: by the tokenizer asked for, the stage's or the checkpoint's own; else as numbers."""
+    own = (stage / "policy", options.checkpoint)
+    found = next((folder for folder in own if folder and (Path(folder) / "tokenizer_config.json").exists()), None)
+    if options.tokenizer is None and found is None:
+        print("(The stage's policy/ with its tokenizer is gone: token ids are shown. Name one by --tokenizer.)",
+              file=sys.stderr)  # fmt: skip
+        return lambda token_ids: str(token_ids.tolist())
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder)
-
-
-def _text(tokenizer: Any, token_ids: np.ndarray) -> str:
-    return str(token_ids.tolist()) if tokenizer is None else tokenizer.decode(token_ids.tolist())
+    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer or found)
+    return lambda token_ids: tokenizer.decode(token_ids.tolist())

@@ -11,6 +11,11 @@ from pathlib import Path
 
 from .schedule import Schedule
 
+METRICS_NAME = "metrics.jsonl"
+"""In `output_dir`, the log of a run: one entry a line, as in `trainer.state.log_history`."""
+RUN_NAME = "run.json"
+"""In `output_dir`, what the run is: `model`, `num_processes`, `settings`."""
+
 KINDS = ("rollout", "reward", "sync", "handover", "optimize", "checkpoint", "evaluation", "other")
 """Kinds of interval. `rollout` includes rewards scored while generating; `reward` is only the wait for the rest.
 `sync` is publishing and loading weights and the probe; `evaluation` is outside T_total, as in the paper (App. B.1)."""

@@ -17,7 +17,7 @@ from trl.trainer.utils import get_config_model_id
 
 from . import preflight
 from .anchors import AnchorStore, recompute_anchors
-from .callbacks import StageCallback
+from .callbacks import RunFiles, StageCallback
 from .checkpoints import WholeCheckpoints, last_whole_checkpoint
 from .config import MuGRPOConfig
 from .guards import UpdateGuard, save_update
@@ -164,8 +164,8 @@ class MuGRPOTrainer(PushesWithoutStages, WholeCheckpoints, GRPOTrainer):
         )  # fmt: skip
         self.stage_callback = StageCallback(self.schedule, self.telemetry, lambda: self.stage_maker.settings)
         self.guard = UpdateGuard(args, self.accelerator, self.schedule, self.stop_request)
-        self.add_callback(self.stage_callback)
-        self.add_callback(self.guard)
+        for callback in (self.stage_callback, self.guard, RunFiles()):
+            self.add_callback(callback)
         self._batch_options = BatchOptions.of(args, base_model, self._tokenizer.pad_token_id, self._num_parameters)
         self._objective = make_objective(args)
         self._batches: StageBatches | None = None

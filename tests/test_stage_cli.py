@@ -174,7 +174,7 @@ def test_show_tells_what_a_stage_is_with_its_responses_as_text(tmp_path, capsys)
     assert "6 of 6 groups × 2 responses, 2 updates of 3 groups" in text
     assert "reward: mean 1.000 (accuracy 0.500, format 0.500)" in text
     assert "cut at the limit 50.0%" in text
-    assert "[200, 201, 202]" in text  # no tokenizer: ids
+    assert "[100, 101, 102]" in text  # no tokenizer: ids
     tokenizer = make_tokenizer()
     manifest = make_manifest(num_updates=1, prompts_per_update=1, prompt_indices=(10,))
     spoken = StageWriter.create(tmp_path / "spoken", manifest)

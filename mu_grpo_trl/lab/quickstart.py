@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from ..report.figures import plot_run
+from ..report.figures import draw_sheet, save
+from ..report.runs import load_run
 from ..stage.reader import StageReader
 from ..train import make_trainer, parse, recipe_path
 from . import arithmetic
@@ -123,7 +124,7 @@ def run(name: str, engine: str | None, seed: int, output_dir: Path, overrides: S
         "vetoed_token_share": _mean([entry.get("veto/token_fraction") for entry in history]),
     }
     (output_dir / "summary.json").write_text(json.dumps(summary, indent=1))
-    plot_run(history, trainer.args.stage_updates, output_dir / "run.png")
+    save(draw_sheet([load_run(output_dir)]), output_dir / "run.png")
     return summary
 
 
