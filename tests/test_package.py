@@ -32,6 +32,7 @@ LAYERS = (
         "callbacks",
         "checkpoints",
         "guards",
+        "lm_head",
         "policy",
         "preflight",
         "running",
