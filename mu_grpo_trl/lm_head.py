@@ -21,7 +21,7 @@ _TRANSFORMED_LOGITS = (
 
 
 def why_not_tiled(model: PreTrainedModel) -> str | None:
-    """The reason why [`tiled_logps`] cannot compute the logits of `model`, or None: they are `hidden @ weight.T`."""
+    """The reason why [`tiled_forward`] cannot compute the logits of `model`, or None: they are `hidden @ weight.T`."""
     text, head = model.config.get_text_config(), model.get_output_embeddings()
     transformed = [name for name in _TRANSFORMED_LOGITS if getattr(text, name, None) is not None]
     if transformed:
@@ -34,7 +34,7 @@ def why_not_tiled(model: PreTrainedModel) -> str | None:
 
 
 def tiled_forward(
-    model: Any, labels: Tensor, temperature: float, cast_to_fp32: bool, **kwargs: Any
+    model: Any, *args: Any, labels: Tensor, temperature: float, cast_to_fp32: bool, **kwargs: Any
 ) -> FusedCausalLMOutput:
     """
     What TRL's fused head returns with `outputs=("log_probs",)`, its loss left out.
@@ -44,9 +44,9 @@ def tiled_forward(
         labels (`torch.Tensor` of shape `(B, L)`): −100 where no log-prob is wanted.
         temperature (`float`): divides the logits.
         cast_to_fp32 (`bool`): compute the head in float32 whatever the model's dtype.
-        kwargs: for the model below the head.
+        args, kwargs: for the model below the head.
     """
-    hidden = model.base_model(**kwargs).last_hidden_state[:, :-1]
+    hidden = model.base_model(*args, **kwargs).last_hidden_state[:, :-1]
     labels = labels[:, 1:]
     mask = labels != -100
     weight = model.get_output_embeddings().weight

@@ -51,7 +51,7 @@ def use_lean_head_in_training(model: PreTrainedModel, temperature: float, cast_l
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not self.training:
             return with_entropy(*args, **kwargs)
-        if reason is None and kwargs.get("fused_lm_head") and kwargs["input_ids"].device.type == "cpu":
+        if reason is None and kwargs.get("fused_lm_head") and kwargs["labels"].device.type == "cpu":
             del kwargs["fused_lm_head"]
             return tiled_forward(self, *args, temperature=temperature, cast_to_fp32=cast_lm_head_to_fp32, **kwargs)
         return without_entropy(*args, **kwargs)
