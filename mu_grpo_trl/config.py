@@ -225,7 +225,8 @@ class MuGRPOConfig(GRPOConfig):
         read_ahead (`bool`, *optional*, defaults to `True`):
             Read and collate the next update on a thread while one is optimized.
         lean_head (`bool`, *optional*, defaults to `True`):
-            Leave entropies out of the LM head in training, unless `entropy_coef` needs them.
+            Leave entropies out of the LM head in training, unless `entropy_coef` needs them. On a CPU it then holds
+            a few hundred rows of logits at a time, and of completions alone.
         sync_once (`bool`, *optional*, defaults to `True`):
             Synchronize gradients between ranks once an update, where the backend can (DDP, FSDP2).
         reward_workers (`int`, *optional*):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head, use_adapter
 
+from .lm_head import tiled_forward, why_not_tiled
 from .stage.collate import shared_prompt_mask
 
 logger = logging.getLogger(__name__)
@@ -35,15 +36,25 @@ def use_lean_head_in_training(model: PreTrainedModel, temperature: float, cast_l
     """
     Leave entropies out of the fused LM head while `model` is in training mode; evaluation keeps TRL's head with them.
 
-    They cost about a quarter of a forward pass, and only an entropy bonus needs them in training.
+    They cost about a quarter of a forward pass, and only an entropy bonus needs them in training. On a CPU TRL's head
+    has no kernel, scores every position and holds about nine arrays of 4,096 rows of logits:
+    [`~mu_grpo_trl.lm_head.tiled_forward`] takes its place.
     """
     with_entropy = model.forward
     add_fused_lm_head(model, temperature, cast_lm_head_to_fp32, outputs=("log_probs",))
     without_entropy = model.forward
+    reason = why_not_tiled(model)
+    if reason is not None and model.device.type == "cpu":
+        logger.warning("The log-probs of %s take TRL's slower LM head, as %s.", type(model).__name__, reason)
 
     @functools.wraps(type(model).forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return (without_entropy if self.training else with_entropy)(*args, **kwargs)
+        if not self.training:
+            return with_entropy(*args, **kwargs)
+        if reason is None and kwargs.get("fused_lm_head") and kwargs["labels"].device.type == "cpu":
+            del kwargs["fused_lm_head"]
+            return tiled_forward(self, *args, temperature=temperature, cast_to_fp32=cast_lm_head_to_fp32, **kwargs)
+        return without_entropy(*args, **kwargs)
 
     model.forward = types.MethodType(forward, model)
 

@@ -42,6 +42,7 @@ LAYERS = (
         "callbacks",
         "checkpoints",
         "guards",
+        "lm_head",
         "policy",
         "preflight",
         "running",
