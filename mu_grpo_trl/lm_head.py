@@ -55,7 +55,8 @@ def tiled_forward(
     autocast = torch.is_autocast_enabled(hidden.device.type) and not cast_to_fp32
     dtype = torch.get_autocast_dtype(hidden.device.type) if autocast else hidden.dtype
     selected = hidden[mask].to(torch.float32 if cast_to_fp32 else dtype)
-    with maybe_gather_lm_head_ctx(weight), torch.autocast(hidden.device.type, enabled=False):
+    gathered = maybe_gather_lm_head_ctx(weight)  # pyright: ignore[reportArgumentType]  # a whole tensor is left alone
+    with gathered, torch.autocast(hidden.device.type, enabled=False):
         logps = _TiledLogProbs.apply(selected, weight, labels[mask], temperature)
     assert isinstance(logps, Tensor)
     # Connected to the model even without a label: an empty micro-batch is a differentiable zero.
@@ -82,7 +83,9 @@ class _TiledLogProbs(torch.autograd.Function):
         return logps.sub_(log_z)
 
     @staticmethod
-    def backward(ctx: Any, grad_logps: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # its only output's gradient
+        ctx: Any, grad_logps: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden, weight, targets, log_z = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         scaled = grad_logps / ctx.temperature

@@ -24,6 +24,8 @@ from .ranks import broadcast_string
 from .stage.schema import StageError
 
 MAX_SHARD_BYTES = 4 * 2**30
+WEIGHT_FILES = "*.safetensors*"
+"""Of a policy folder, its index among them."""
 
 _ONLY_LORA = (
     "Its weights cannot be merged for the engine without touching the base. Use plain LoRA on linear layers (no DoRA, "

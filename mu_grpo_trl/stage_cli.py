@@ -63,9 +63,9 @@ def repair(options: argparse.Namespace) -> int:
     after = check_stage(options.path)
     missing = after.missing_groups
     print(f"{len(after.good_groups)} groups are kept, {len(missing)} are to be generated: --resume auto does.")
-    if missing and not (after.path / "policy").is_dir():
+    if missing and not any((after.path / "policy").glob("*.safetensors")):
         print(
-            "Its policy/ is gone: start again from the checkpoint at this stage's beginning, which publishes it anew."
+            "Its policy's weights are gone: start again from the checkpoint at this stage's beginning, which publishes it anew."
         )
     return 1 if after.problems else 0
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from .config import MuGRPOConfig
 from .data import dataset_hash, tokenize_prompts, tokenizer_hash
 from .losses import group_advantages
-from .phases import DeviceHandover, check_publishable, publish
+from .phases import WEIGHT_FILES, DeviceHandover, check_publishable, publish
 from .ranks import broadcast_string, check_shared_folder
 from .replicas import replicate
 from .rewards.functions import RewardFunctions
@@ -480,14 +480,15 @@ class StageMaker:
         return probe_sequences(self._prompt_ids(indices))
 
     def _drop_old(self, stage: int) -> None:
-        """Delete what `keep_policies` and `keep_stages` do not keep of earlier stages."""
+        """Delete what `keep_policies` (weights alone) and `keep_stages` do not keep of earlier stages."""
         config, accelerator = self._config, self._accelerator
         if not (accelerator.is_main_process or (config.replicate_stages and accelerator.is_local_main_process)):
             return
         for old in range(stage):
             folder = self.folder(old)
             if config.keep_policies is not None and old <= stage - max(config.keep_policies, 1):
-                shutil.rmtree(folder / "policy", ignore_errors=True)
+                for weights in (folder / "policy").glob(WEIGHT_FILES):
+                    weights.unlink(missing_ok=True)
             if config.keep_stages is not None and old < stage - config.keep_stages:
                 shutil.rmtree(folder, ignore_errors=True)
 

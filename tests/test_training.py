@@ -823,7 +823,8 @@ def test_a_resumed_run_reports_the_time_of_its_first_part_too(policy, undisturbe
 def test_old_stages_and_policies_are_removed_as_configured(policy, tmp_path):
     train(short(policy, tmp_path, max_steps=8, keep_stages=2, keep_policies=1))
     assert sorted(path.name for path in tmp_path.glob("stages/stage-*")) == ["stage-001", "stage-002", "stage-003"]
-    assert [path.parent.name for path in tmp_path.glob("stages/stage-*/policy")] == ["stage-003"]
+    assert [path.parent.parent.name for path in tmp_path.glob("stages/stage-*/policy/*.safetensors*")] == ["stage-003"]
+    assert len(list(tmp_path.glob("stages/stage-*/policy/tokenizer.json"))) == 3
     assert not list(tmp_path.glob("stages/.meeting-*"))
 
 
