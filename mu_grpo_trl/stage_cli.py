@@ -65,7 +65,8 @@ def repair(options: argparse.Namespace) -> int:
     print(f"{len(after.good_groups)} groups are kept, {len(missing)} are to be generated: --resume auto does.")
     if missing and not any((after.path / "policy").glob("*.safetensors")):
         print(
-            "Its policy's weights are gone: start again from the checkpoint at this stage's beginning, which publishes it anew."
+            "Its policy's weights are gone: start again from the checkpoint at this stage's beginning, which "
+            "publishes them anew."
         )
     return 1 if after.problems else 0
 
