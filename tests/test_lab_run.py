@@ -228,6 +228,7 @@ def tiny_cells() -> list[Cell]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_killed_run_goes_on_with_what_is_missing_and_ends_with_the_same_results(tmp_path: Path):
     psutil = pytest.importorskip("psutil")
     cells, killed, whole = tiny_cells(), tmp_path / "killed", tmp_path / "whole"
@@ -243,8 +244,10 @@ def test_a_killed_run_goes_on_with_what_is_missing_and_ends_with_the_same_result
     children = psutil.Process(runner.pid).children(recursive=True)
     runner.send_signal(signal.SIGKILL)
     runner.wait()
-    gone, alive = psutil.wait_procs(children, timeout=30)
-    assert gone and not alive, "cells outlive their runner"
+    ended = {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
+    _, alive = psutil.wait_procs(children, timeout=120)  # nobody reaps orphans in some containers
+    assert not [child for child in alive if child.is_running() and child.status() not in ended]
+    assert children
 
     assert [is_finished(cell, killed) for cell in cells] == [True, False, False]
     first = (cell_folder(cells[0], killed) / RESULT_NAME).stat().st_mtime_ns
@@ -270,6 +273,7 @@ def test_a_killed_run_goes_on_with_what_is_missing_and_ends_with_the_same_result
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_failing_cell_is_recorded_and_the_rest_goes_on(tmp_path: Path):
     good = tiny_cells()[0]
     bad = tiny(good, learning_rate=-1.0)
