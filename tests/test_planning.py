@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted(
     path
     for path in (ROOT / "recipes").rglob("*.yaml")
-    if path.relative_to(ROOT / "recipes").parts[0] not in ("accelerate", "bases", "lab")
+    if path.relative_to(ROOT / "recipes").parts[0] not in ("accelerate", "bases", "eval", "lab")
 )
 MISSING = object()
 
