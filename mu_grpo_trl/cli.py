@@ -9,8 +9,11 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "train": "train from a recipe: mu-grpo train --config recipes/NAME.yaml [--key value …]",
-    "stage": "look at a stage on disk, or mend it: mu-grpo stage show|check|repair PATH",
+    "stage": "look at a stage on disk, mend it, share it: mu-grpo stage show|check|repair|push PATH",
+    "merge": "write a LoRA run as a model without adapter: mu-grpo merge RUN OUT",
+    "push": "upload the model of a finished run to the Hub: mu-grpo push RUN REPO",
     "quickstart": "train a small model on sums, show what came of it [--task arithmetic|smollm2] [--engine vllm]",
+    "completion": "print the completion of a shell: mu-grpo completion bash|zsh",
 }
 
 
@@ -28,6 +31,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         from .train import main as run
     elif command == "stage":
         from .stage_cli import main as run
+    elif command in ("merge", "push"):
+        from .export import main as run
+
+        argv = ["", *argv]
+    elif command == "completion":
+        from .completion import main as run
     else:
         from .lab.quickstart import main as run
     run(argv[1:])

@@ -182,7 +182,10 @@ def test_a_wrong_command_line_is_refused(tmp_path, arguments, message):
         ({"dataset_name": "./nowhere.jsonl"}, "nowhere.jsonl' does not exist"),
         ({"model_name_or_path": None}, "`model_name_or_path` is not set"),
         ({"model_name_or_path": "./nowhere"}, "'./nowhere' is no folder with a model, and cannot be loaded"),
-        ({"load_in_4bit": True}, "`load_in_4bit`/`load_in_8bit`: a quantized policy cannot be published"),
+        (
+            {"load_in_4bit": True},
+            "`load_in_4bit`/`load_in_8bit`: QLoRA is not supported .* Use LoRA on a base in half",
+        ),
         ({"reward_funcs": "maths"}, "'maths' is no reward: .* Did you mean 'math'"),
         ({"reward_funcs": "no_such_module:f"}, "module 'no_such_module' cannot be imported .* PYTHONPATH"),
         (
@@ -271,7 +274,7 @@ def test_an_unknown_command_names_the_known_ones(arguments, capsys):
     with pytest.raises(SystemExit) as end:
         cli(arguments)
     assert end.value.code == 2
-    assert "{train,stage,quickstart}" in capsys.readouterr().err
+    assert "{train,stage,merge,push,quickstart,completion}" in capsys.readouterr().err
 
 
 def test_rewards_may_lie_in_the_working_directory(tmp_path, policy, no_model, monkeypatch):
