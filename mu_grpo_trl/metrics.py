@@ -36,7 +36,7 @@ TAKEN = "an update was taken"
 """What `when` says of all that a skipped update does not have."""
 _EVALUATED = "an evaluation"
 _ENDED = "the end of training"
-_MADE = "the first log of a stage"
+_MADE = "the first log after it was made"
 
 SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Training": (
