@@ -386,7 +386,7 @@ class MuGRPOTrainer(PushesOnlyTheModel, WholeCheckpoints, GRPOTrainer):
             if self.accelerator.is_main_process:
                 path = self.args.output_path / "summary.json"
                 write_summary(path, self.telemetry, self.schedule, self.state.global_step)
-        self.guard.raise_outcome()
+            self.guard.raise_outcome()
         return output
 
     def _end_engines(self) -> None:
