@@ -173,7 +173,7 @@ def test_of_two_ranks_one_logs(policy, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     spec = config_options(tmp_path / "run", report_to="wandb", stage_updates=2, max_steps=2)
     spec |= {"model": str(policy), "prompts": PROMPTS[:12]}
-    ended = run_ranks([spec, spec], env={"WANDB_DIR": str(tmp_path), "WANDB_MODE": "offline"})
+    ended = run_ranks([spec, spec], env={"WANDB_DIR": str(tmp_path)}, timeout_s=240)
     assert [rank.exitcode for rank in ended] == [0, 0], ended[0].log[-3000:]
     assert [rank.log.count("update 2/2, stage 0: ") for rank in ended] == [1, 0]
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
