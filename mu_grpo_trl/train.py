@@ -183,7 +183,7 @@ def parse(argv: Sequence[str]) -> tuple[ScriptArguments, MuGRPOConfig, ModelConf
     return script, config, model
 
 
-def make_parser() -> TrlParser:
+def make_parser() -> _Parser:
     """All options of a recipe, as a command line."""
     parser = _Parser(PARSED_CLASSES, prog="mu-grpo train", allow_abbrev=False)  # type: ignore[arg-type]  # any iterable of classes
     # The trainer turns dropout off; a bar would fill a log file with its states.

@@ -141,7 +141,8 @@ def stage_card(reader: StageReader, repo_id: str) -> DatasetCard:
         f"One stage of rollouts of [μ-GRPO]({PAPER_URL}): responses of a frozen policy with the log-probs they were "
         "sampled with, their rewards and advantages. It holds the prompts' token ids: their license is that of the "
         "data they came from.",
-        f'```python\nfrom datasets import load_dataset\n\nstage = load_dataset("{repo_id}", split="train")\n```',
+        f'```python\nfrom datasets import load_dataset\n\nstage = load_dataset("{repo_id}", split="train")\n'
+        'stage = stage.sort(["group", "sample"])  # on disk they are in the order in which they were finished\n```',
         _table(("", ""), facts.items()),
         _COLUMNS,
         "To train on it again, download the repository to `<output_dir>/stages/stage-000`.",

@@ -39,7 +39,8 @@ def plot_run(log_history: Sequence[Mapping[str, Any]], stage_updates: int, path:
             axis.axvline(boundary, color="0.8", linewidth=1, zorder=0)
         axis.set_xlabel("update")
         axis.set_title(title)
-        axis.legend(frameon=False)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(frameon=False)
     _plot_times(axes[-1], log_history)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
