@@ -14,10 +14,13 @@ COMMANDS = {
     "plan": "what a run will need, and what is wrong with it: mu-grpo plan --config recipes/NAME.yaml",
     "doctor": "whether this machine is ready: mu-grpo doctor [--config recipes/NAME.yaml]",
     "eval": "checkpoints on benchmarks: mu-grpo eval --config recipes/NAME.yaml --checkpoints runs/NAME/checkpoint-*",
-    "stage": "look at a stage on disk, or mend it: mu-grpo stage show|check|repair PATH",
+    "stage": "look at a stage on disk, mend it, share it: mu-grpo stage show|check|repair|push PATH",
     "lab": "the paper's experiments on tiny tasks: mu-grpo lab list|run|report",
     "report": "figures and tables of runs, side by side: mu-grpo report RUN… [--label NAME …]",
+    "merge": "write a LoRA run as a model without adapter: mu-grpo merge RUN OUT",
+    "push": "upload the model of a finished run to the Hub: mu-grpo push RUN REPO",
     "quickstart": "train a small model on sums, show what came of it [--task arithmetic|smollm2] [--engine vllm]",
+    "completion": "print the completion of a shell: mu-grpo completion bash|zsh",
 }
 MODULES = {
     "train": "train",
@@ -27,7 +30,10 @@ MODULES = {
     "stage": "stage_cli",
     "lab": "lab.cli",
     "report": "report.cli",
+    "merge": "export",
+    "push": "export",
     "quickstart": "lab.quickstart",
+    "completion": "completion",
 }
 
 
@@ -43,4 +49,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.path.insert(0, os.getcwd())  # as with `python -m`: `module:function` rewards may lie in the working directory
     with contextlib.redirect_stdout(sys.stderr):  # some libraries print when they are imported
         module = importlib.import_module(f".{MODULES[command]}", __package__)
-    module.main(argv[1:])
+    module.main(argv if MODULES[command] == "export" else argv[1:])

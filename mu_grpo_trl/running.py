@@ -7,19 +7,22 @@ import os
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator, PartialState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .checkpoints import check_optimizer_state, read_stage_state
+from .checkpoints import check_optimizer_state, last_whole_checkpoint, read_stage_state
 from .config import MuGRPOConfig
 from .locks import FolderInUseError, RunLock
 from .ranks import broadcast_string
 from .rollout.rendezvous import MEETING_PREFIX, PeerError, Rendezvous
 from .signals import Interrupted, StopRequest
+from .stage.reader import StageReader
+from .stage.schema import MANIFEST_NAME, StageError
 from .trackers import open_wandb_run
 
 logger = logging.getLogger(__name__)
@@ -70,8 +73,30 @@ def running(
         open_wandb_run(config, accelerator.is_main_process, resumed=checkpoint is not None)
         with stop.handled():
             yield
+    except Interrupted as interrupted:
+        if accelerator.is_main_process:
+            logger.warning("The run was %s. %s", interrupted, what_is_saved(config))
+        raise
     finally:
         lock.release()
+
+
+def what_is_saved(config: MuGRPOConfig) -> str:
+    """What of a run that was ended is on the disk, and how to go on with it."""
+    said = []
+    if any(config.output_path.glob(f"{PREFIX_CHECKPOINT_DIR}-*")) and (
+        path := last_whole_checkpoint(config.output_path)
+    ):
+        said.append(f"the checkpoint {path}")
+    for stage in sorted(config.stages_path.glob(f"stage-*/{MANIFEST_NAME}"))[-1:]:
+        with suppress(StageError):
+            reader = StageReader(stage.parent, allow_filling=True)
+            said.append(f"{len(reader)} of {reader.manifest.num_groups} prompt groups of {reader.path}")
+    return (
+        f"On the disk are {' and '.join(said)}. Go on with `--resume auto`."
+        if said
+        else "Nothing was on the disk yet."
+    )
 
 
 @cache

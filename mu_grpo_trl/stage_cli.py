@@ -1,4 +1,4 @@
-"""`mu-grpo stage check|repair|show PATH`: look at a stage on disk, and mend it by hand."""
+"""`mu-grpo stage check|push|repair|show PATH`: look at a stage on disk, mend it by hand, share it."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from .report.stage_view import view_stage
 from .stage import StageError, StageReader
 from .stage.repair import StageCheck, check_stage, find_stage, repair_stage
 
-DESCRIPTION = """look at a stage on disk, and mend it
+DESCRIPTION = """look at a stage on disk, mend it, share it
 
   mu-grpo stage show PATH     what it is, its rewards, solve rates and lengths, its best and worst responses;
                               with --checkpoint DIR the tokens whose ratio triggers the veto under those weights
   mu-grpo stage check PATH    compare every shard and row with what they must be; exit code 1 if something is wrong
   mu-grpo stage repair PATH   set bad shards aside, so that the next start of the run generates only their groups
+  mu-grpo stage push PATH REPO   upload a complete stage to the Hub as a dataset with a card, private unless --public
 
 PATH is a stage's folder, such as runs/NAME/stages/stage-000."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one of the subcommands. Exit code 1: the stage has something wrong; 2: there is no stage to look at."""
-    options = _parse(argv)
+    """Run one of the subcommands. Exit code 1: the stage has something wrong; 2: there is no stage to look
+    at, or it could not be pushed."""
+    options = make_parser().parse_args(argv)
     logging.basicConfig(format="%(message)s")
     try:
         code = options.run(options)
-    except (StageError, OSError) as error:
+    except (StageError, ValueError, OSError) as error:
         print(f"mu-grpo stage: {error}", file=sys.stderr)
         code = 2
     sys.exit(code)
@@ -101,20 +103,35 @@ def show(options: argparse.Namespace) -> int:
     return 0
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def push(options: argparse.Namespace) -> int:
+    """Upload a complete, verified stage to the Hub as a dataset: shards, manifest and card, no policy."""
+    reader = StageReader(find_stage(options.path), verify=True)
+    from .hub import push_stage  # what is above needs no Hub
+
+    print(push_stage(reader, options.repo, private=not options.public))
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="mu-grpo stage", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(required=True, metavar="{check,repair,show}")
-    for run in (check, repair, show):
-        command = commands.add_parser(run.__name__, description=run.__doc__)
+    commands = parser.add_subparsers(required=True, metavar="{check,push,repair,show}")
+    for run in (check, push, repair, show):
+        command = commands.add_parser(run.__name__, help=str(run.__doc__).partition(".")[0], description=run.__doc__)
         command.set_defaults(run=run)
         command.add_argument("path", metavar="PATH", help="the stage's folder")
+        if run is push:
+            command.add_argument("repo", metavar="REPO", help="name or organization/name on the Hub")
+            command.add_argument(
+                "--public", action="store_true", help="make the repository public, or accept that it is"
+            )
         if run is repair:
             command.add_argument("--dry-run", action="store_true", help="say what would be done, and change nothing")
         if run is show:
             _add_show_options(command)
-    return parser.parse_args(argv)
+    return parser
 
 
 def _add_show_options(command: argparse.ArgumentParser) -> None:

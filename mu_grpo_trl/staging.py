@@ -46,7 +46,7 @@ from .stage.schema import (
     read_manifest,
 )
 from .stage.writer import StageWriter
-from .telemetry import Telemetry
+from .telemetry import Telemetry, in_words
 
 logger = logging.getLogger(__name__)
 
@@ -350,7 +350,15 @@ class StageMaker:
         indices = self._schedule.prompt_indices(stage)
         prompt_ids = self._prompt_ids(indices)
         visible = self._accelerator.is_main_process and not self._config.disable_tqdm
-        progress = FillProgress(stage, len(indices), len(writer.done_groups), visible)
+        num_done, num_ranks = len(writer.done_groups), self._num_filling_ranks
+        before = self._schedule.first_update(stage) * self._schedule.prompts_per_update + num_done
+
+        def run_ends(added: int) -> str:
+            added *= num_ranks  # the others keep pace
+            first = self._schedule.first_update(stage)
+            return in_words(self._telemetry.remaining_s(self._schedule, first, before + added, added))
+
+        progress = FillProgress(stage, len(indices), num_done, visible, run_ends)
         with self._telemetry.interval("rollout"):
             fill_stage(
                 engine,
@@ -360,15 +368,20 @@ class StageMaker:
                 lambda result: self._score(result, int(indices[result.group]), prompt_ids[result.group], policy_hash),
                 progress,
                 score_threads=self._config.reward_threads,
-                num_ranks=1 if self._config.rollout_engine == "vllm" else self._accelerator.num_processes,
+                num_ranks=num_ranks,
                 check=meeting.check,
                 waiting=lambda: self._telemetry.interval("reward"),
                 interruptible=self._stop.interruptible,
             )
         progress.close()
         self._telemetry.count("generated_tokens", progress.generated_tokens)
+        self._telemetry.count("generated_groups", len(indices) - num_done)
         with self._telemetry.interval("handover"):
             engine.release()
+
+    @property
+    def _num_filling_ranks(self) -> int:
+        return 1 if self._config.rollout_engine == "vllm" else self._accelerator.num_processes
 
     def _manifest(self, stage: int, policy_hash: str) -> Manifest:
         assert self.engine is not None

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 from .schedule import Schedule
@@ -125,6 +126,26 @@ class Telemetry:
         """T_rollout in seconds: generation and rewards."""
         return self.seconds["rollout"] + self.seconds["reward"]
 
+    def remaining_s(self, schedule: Schedule, updates: int, groups: int, added: int = 0) -> float | None:
+        """
+        Seconds until the end of the run: rollouts at the pace of those so far (the counter `generated_groups`), all
+        else at that of the updates so far. None while there is no pace to go by.
+
+        Args:
+            schedule (`Schedule`): of the run.
+            updates (`int`): taken so far.
+            groups (`int`): generated so far, of the whole run.
+            added (`int`): groups of the rollout that runs now, which the counter does not have yet.
+        """
+        total_s, counted = self.total_s(), self.counts["generated_groups"] + added
+        updates_left = schedule.num_updates - updates
+        groups_left = schedule.num_updates * schedule.prompts_per_update - groups
+        if (groups_left and not counted) or (updates_left and not self.counts["updates"]):
+            return None
+        rollout_s = groups_left * self.rollout_s / counted if groups_left else 0.0
+        rest_s = updates_left * (total_s - self.rollout_s) / self.counts["updates"] if updates_left else 0.0
+        return rollout_s + rest_s
+
     def metrics(self) -> dict[str, float]:
         """
         Cumulative `time/<kind>_s`, `time/total_s`, rates and shares where there is something to divide, and `mfu`:
@@ -155,6 +176,16 @@ class Telemetry:
             self.seconds[self._stack[-1]] += now - self._since
             self.cpu_seconds[self._stack[-1]] += cpu_now - self._cpu_since
             self._since, self._cpu_since = now, cpu_now
+
+
+def in_words(remaining_s: float | None) -> str:
+    """
+    When a run will end, to be put behind other figures of a progress bar; empty where it is not known.
+
+    >>> in_words(8130.2)
+    ', run ends in 2:15:30'
+    """
+    return "" if remaining_s is None else f", run ends in {timedelta(seconds=round(remaining_s))}"
 
 
 def write_summary(path: Path, telemetry: Telemetry, schedule: Schedule, num_updates: int) -> dict[str, float]:

@@ -15,12 +15,13 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
 from datasets import Dataset
-from trl import ModelConfig, TrlParser, get_peft_config
+from httpx import HTTPError
+from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config
 
 from .checkpoints import CheckpointError, last_whole_checkpoint
 from .config import TAKES_BOOL_TOO, MuGRPOConfig
@@ -41,6 +42,8 @@ from .trainer import MuGRPOTrainer
 logger = logging.getLogger(__name__)
 
 DEBUG_VARIABLE = "MU_GRPO_DEBUG"
+PUSH_FAILED = 4
+"""Exit code of a run that is trained and saved, but could not be pushed to the Hub."""
 
 
 @dataclass
@@ -94,14 +97,60 @@ class ScriptArguments:
     )
 
 
+HELP = """train from a recipe
+
+  mu-grpo train --config RECIPE.yaml [--key value ...]
+  accelerate launch --config_file recipes/accelerate/ddp.yaml -m mu_grpo_trl.train --config RECIPE.yaml
+
+A recipe is a flat YAML of the options below and of TRL's GRPOConfig and ModelConfig (learning_rate, max_steps,
+output_dir, report_to, ...: --help-all shows them). --key value wins over the recipe. --resume auto goes on with a run
+that was stopped. docs/guarantees.md has the exit codes."""
+
 PARSED_CLASSES = (ScriptArguments, MuGRPOConfig, ModelConfig)
 
 
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Names each option once: `HfArgumentParser` knows `--max_steps` and `--max-steps`."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        kinds = ", ".join(map(str, action.choices or ())) or (action.metavar or action.dest.upper())
+        return f"{action.option_strings[0]} {kinds}"
+
+
 class RecipeParser(TrlParser):
-    """Raises what argparse would print below hundreds of lines of usage."""
+    """
+    Raises what argparse would print below hundreds of lines of usage. `--help` shows the options of this package, of
+    data and of LoRA; `--help-all` shows those of TRL and transformers too.
+    """
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
+
+    def format_help(self) -> str:
+        inherited = {option.name for option in fields(GRPOConfig)}
+        groups: dict[str, list[argparse.Action]] = {title: [] for title in ("data and rewards", "stages", "LoRA")}
+        own = {option.name for option in fields(ScriptArguments)}
+        added = {option.name for option in fields(MuGRPOConfig)} - inherited
+        for action in self._actions:
+            if action.dest in own:
+                groups["data and rewards"].append(action)
+            elif action.dest in added:
+                groups["stages"].append(action)
+            elif action.dest.startswith("lora_") or action.dest in ("model_name_or_path", "use_peft"):
+                groups["LoRA"].append(action)
+        formatter = _Formatter(prog=self.prog, max_help_position=44)
+        formatter.add_text(HELP)
+        for title, actions in groups.items():
+            formatter.start_section(title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        return formatter.format_help()
+
+    def format_all_help(self) -> str:
+        """All options, as argparse would show them."""
+        return super().format_help()
 
 
 def parse(argv: Sequence[str]) -> tuple[ScriptArguments, MuGRPOConfig, ModelConfig]:
@@ -132,8 +181,10 @@ def parse_options(
     Raises:
         `ValueError`: as [`parse`].
     """
-    parser = RecipeParser(PARSED_CLASSES, allow_abbrev=False)  # type: ignore[arg-type]  # any iterable of classes
-    parser.set_defaults(lora_dropout=0.0)  # the trainer turns dropout off
+    parser = make_parser()
+    if "--help-all" in arguments:
+        print(parser.format_all_help())
+        raise SystemExit(0)
     parser.set_defaults_with_config(**recipe)
     *parsed, unknown = parser.parse_args_into_dataclasses(list(arguments), return_remaining_strings=True)
     if unknown:
@@ -141,6 +192,14 @@ def parse_options(
         raise ValueError(f"Unknown option {unknown[0]!r}.{nearest(unknown[0].partition('=')[0], options)}")
     script, config, model = parsed
     return script, config, model
+
+
+def make_parser() -> RecipeParser:
+    """All options of a recipe, as a command line."""
+    parser = RecipeParser(PARSED_CLASSES, prog="mu-grpo train", allow_abbrev=False)  # type: ignore[arg-type]  # any iterable of classes
+    # The trainer turns dropout off; a bar would fill a log file with its states.
+    parser.set_defaults(lora_dropout=0.0, disable_tqdm=not sys.stderr.isatty())
+    return parser
 
 
 def check_recipe(path: Path, classes: Iterable[type] = PARSED_CLASSES) -> dict[str, Any]:
@@ -274,7 +333,10 @@ def check_model(model: ModelConfig) -> None:
     if not model.model_name_or_path:
         raise ValueError("`model_name_or_path` is not set. Give a Hub id or a local folder.")
     if model.load_in_4bit or model.load_in_8bit:
-        raise ValueError("`load_in_4bit`/`load_in_8bit`: a quantized policy cannot be published without loss yet.")
+        raise ValueError(
+            "`load_in_4bit`/`load_in_8bit`: QLoRA is not supported (docs/peft.md says why). Use LoRA on a base in "
+            "half precision: `use_peft: true`, `dtype: bfloat16`."
+        )
 
 
 def reward_names(script: ScriptArguments) -> list[Any]:
@@ -331,17 +393,46 @@ def message_only(*mendable: type[Exception]) -> Iterator[None]:
         raise SystemExit(3 if isinstance(error, LearningError) else 2) from error
 
 
+def log_to_stderr(config: MuGRPOConfig) -> None:
+    """Show what this package logs, from `log_level` (`info`) or, beside the main process, `log_level_replica` on."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    is_set = config.log_level != "passive" or config.process_index > 0
+    logging.getLogger(__package__).setLevel(config.get_process_log_level() if is_set else logging.INFO)
+
+
+def push(trainer: MuGRPOTrainer, dataset_name: str | None) -> None:
+    """
+    Push the saved model. What goes wrong costs nothing but the push.
+
+    Raises:
+        `SystemExit`: with exit code 4, when it failed.
+    """
+    try:
+        trainer.push_to_hub(dataset_name=dataset_name)
+    except (HTTPError, OSError, ValueError) as error:  # the network's, the disk's, and what the Hub finds in a name
+        folder, repo = trainer.args.output_dir, trainer.args.hub_model_id or trainer.args.output_path.name
+        logger.error(
+            "The push to the Hub failed: %s: %s. The model is in %s; push it later by `mu-grpo push %s %s`.",
+            type(error).__name__, error, folder, folder, repo,
+        )  # fmt: skip
+        raise SystemExit(PUSH_FAILED) from error
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Train, save the model to `output_dir`, and push it to the Hub if asked to."""
     with message_only(EngineError, RewardError, StageError, ValueError, TypeError, OSError, ImportError):
         script, config, model = parse(sys.argv[1:] if argv is None else argv)
+        log_to_stderr(config)
         resume = resume_point(script, config)
         trainer = make_trainer(script, config, model)
     with message_only(CheckpointError, EngineError, FolderInUseError, LearningError, RewardError, StageError):
         trainer.train(resume_from_checkpoint=resume)
-    trainer.save_model(config.output_dir)
+    trainer.save_model(config.output_dir, _internal_call=True)  # else it would push
+    name = script.dataset_name or ""
+    dataset_name = None if name.startswith("lab:") or Path(name).exists() else name
+    trainer.create_model_card(dataset_name=dataset_name)
     if config.push_to_hub:
-        trainer.push_to_hub()
+        push(trainer, dataset_name)
 
 
 if __name__ == "__main__":

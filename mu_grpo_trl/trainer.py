@@ -21,11 +21,11 @@ from .callbacks import RunFiles, StageCallback
 from .checkpoints import WholeCheckpoints, last_whole_checkpoint
 from .config import MuGRPOConfig
 from .guards import UpdateGuard, save_update
-from .hub import PushesWithoutStages
+from .hub import PushesOnlyTheModel
 from .losses import SUM_NAMES, LossInputs, metrics_from_sums, nan_unless_finite
 from .phases import is_sharded
 from .policy import completion_logps, reference_logps, turn_dropout_off, use_lean_head_in_training
-from .report.completions import log_stage_completions
+from .report import attach
 from .rewards.functions import RewardFunctions
 from .rollout.engine import Engine
 from .rollout.transformers_engine import TransformersEngine
@@ -38,7 +38,7 @@ from .telemetry import Telemetry, write_summary
 from .update import BatchOptions, StageBatches, UpdateBatch, check_first_ratios, m2po_update_clip, make_objective
 
 
-class MuGRPOTrainer(PushesWithoutStages, WholeCheckpoints, GRPOTrainer):
+class MuGRPOTrainer(PushesOnlyTheModel, WholeCheckpoints, GRPOTrainer):
     """
     Trains by μ-GRPO: freeze the policy as β, generate a whole stage of rollouts with it, then take `stage_updates`
     optimizer updates on that static data.
@@ -166,6 +166,7 @@ class MuGRPOTrainer(PushesWithoutStages, WholeCheckpoints, GRPOTrainer):
         self.guard = UpdateGuard(args, self.accelerator, self.schedule, self.stop_request)
         for callback in (self.stage_callback, self.guard, RunFiles()):
             self.add_callback(callback)
+        self.tracking = attach(self)
         self._batch_options = BatchOptions.of(args, base_model, self._tokenizer.pad_token_id, self._num_parameters)
         self._objective = make_objective(args)
         self._batches: StageBatches | None = None
@@ -284,8 +285,7 @@ class MuGRPOTrainer(PushesWithoutStages, WholeCheckpoints, GRPOTrainer):
                 reader = self.stage_maker.reopen(stage, callback.policy_hash)
             else:
                 reader = self.stage_maker.make(stage)
-                if self.args.log_completions and self.accelerator.is_main_process:
-                    log_stage_completions(reader, self._tokenizer, self.args)
+                self._metrics["train"].update(self.tracking.stage_made(reader))
             callback.stage, callback.policy_hash = stage, reader.manifest.policy_hash
             self._batches = StageBatches(
                 reader, self.schedule, stage, self.accelerator.process_index, self.accelerator.num_processes,
@@ -387,7 +387,7 @@ class MuGRPOTrainer(PushesWithoutStages, WholeCheckpoints, GRPOTrainer):
             if self.accelerator.is_main_process:
                 path = self.args.output_path / "summary.json"
                 write_summary(path, self.telemetry, self.schedule, self.state.global_step)
-        self.guard.raise_outcome()
+            self.guard.raise_outcome()
         return output
 
     def _end_engines(self) -> None:

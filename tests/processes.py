@@ -26,6 +26,14 @@ ZERO3 = {
     "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
 }
 
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+}
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -72,17 +80,20 @@ def run_ranks(
     resume: Any = None,
     fault: dict[str, Any] | None = None,
     zero3: bool = False,
+    fsdp2: bool = False,
+    env: dict[str, str] | None = None,
     timeout_s: float = 120,
 ) -> list[Ended]:
     """One process a spec, together one distributed run if there are several; waits until all have ended."""
     from workers import training_run
 
     processes, logs = [], []
-    for rank, env in enumerate(rank_environments(len(specs), zero3)):
+    for rank, launched in enumerate(rank_environments(len(specs), zero3)):
+        rank_env = {**launched, **(FSDP2 if fsdp2 else {}), **(env or {})}
         folder = Path(specs[rank]["output_dir"])
         folder.mkdir(parents=True, exist_ok=True)
         logs.append(folder / f"rank{rank}.log")
-        processes.append(start_process(training_run.child, env, str(logs[-1]), specs[rank], resume, fault))
+        processes.append(start_process(training_run.child, rank_env, str(logs[-1]), specs[rank], resume, fault))
     ended_s: dict[int, float] = {}
     deadline = time.monotonic() + timeout_s
     while len(ended_s) < len(processes):

@@ -33,9 +33,10 @@ ACCELERATE = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
 LAYERS = (
     {"__main__"},
     {"cli"},
-    {"planning"},
-    {"evaluation", "lab", "stage_cli", "train"},
+    {"completion", "planning"},
+    {"evaluation", "export", "lab", "stage_cli", "train"},
     {"trainer"},
+    {"hub"},
     {"report"},
     {
         "anchors",
@@ -51,9 +52,9 @@ LAYERS = (
         "update",
     },
     {"phases", "replicas"},
-    {"config", "data", "hub", "options", "ranks", "recipe", "trackers"},
+    {"config", "data", "options", "ranks", "recipe", "trackers"},
     {"rewards", "rollout"},
-    {"collapse", "locks", "losses", "schedule", "signals", "stage", "telemetry"},
+    {"collapse", "locks", "losses", "metrics", "schedule", "signals", "stage", "telemetry"},
 )
 """A module imports from its own layer or from one below. A new top-level module needs a place here."""
 

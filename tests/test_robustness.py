@@ -10,6 +10,7 @@ import logging
 import math
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -223,6 +224,11 @@ def test_the_first_sigint_ends_a_run_with_130_and_a_checkpoint(policy, tmp_path)
     assert ended.exitcode == 130, ended.log[-3000:]
     assert "SIGINT: the run ends after this update. Once more stops it at once." in ended.log
     assert checkpoints(tmp_path) == [2]
+    saved = re.search(
+        r"The run was ended by SIGINT\. On the disk are the checkpoint (\S+) and (\d+) of \2 prompt", ended.log
+    )
+    assert saved is not None and saved[1] == str(tmp_path / "checkpoint-2"), ended.log[-2000:]
+    assert "Go on with `--resume auto`." in ended.log
 
 
 def test_the_second_sigint_stops_at_once(policy, tmp_path):

@@ -10,7 +10,6 @@ import shutil
 import sys
 import time
 import types
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,12 @@ from datasets import Dataset, IterableDataset
 from helpers import PROMPTS, config_options, make_tokenizer, save_tiny_policy
 from peft import LoraConfig
 from processes import run_alone, run_ranks
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from workers.train_worker import digit_share
 from workers.training_run import GENERATED, make_trainer, train, whole_weights
 
 from mu_grpo_trl import MuGRPOConfig, MuGRPOTrainer, load_stage
 from mu_grpo_trl.anchors import AnchorStore
-from mu_grpo_trl.hub import NOT_UPLOADED, without_stages
 from mu_grpo_trl.report import completions as completion_report
 from mu_grpo_trl.rewards.functions import RewardError
 from mu_grpo_trl.rollout.engine import EngineError
@@ -374,40 +371,6 @@ def test_b43_b20_a_reward_that_raises_on_one_rank_stops_both(policy, tmp_path):
     assert [ended.exitcode for ended in run_ranks([spec, spec])] == [0, 0]  # mended
     calls = generated(tmp_path)
     assert len(calls) == len(set(calls)) == 2  # nothing was generated twice
-
-
-@pytest.mark.distributed
-def test_b55_b54_lora_under_zero3_publishes_and_saves_what_one_process_does(policy, tmp_path):
-    options = {"lora": LORA, "optim": "sgd", "learning_rate": 2.0, "max_grad_norm": 0.0, "save_strategy": "steps"}
-    spec = short(policy, tmp_path / "zero3", max_steps=4, **options)
-    ended = run_ranks([spec, spec], zero3=True)
-    assert [rank.exitcode for rank in ended] == [0, 0], ended[0].log[-4000:]
-    single = train({**spec, "output_dir": str(tmp_path / "single")})
-    base = AutoModelForCausalLM.from_pretrained(policy).state_dict()
-    published = {
-        run: load_file(tmp_path / run / "stages/stage-001/policy/model.safetensors") for run in ("zero3", "single")
-    }
-    assert published["zero3"].keys() == published["single"].keys() == base.keys()
-    moved, apart = (
-        torch.stack([(published["single"][name] - other[name]).norm() for name in base]).norm()
-        for other in (base, published["zero3"])
-    )
-    assert moved > 1e-2
-    assert apart < 1e-3 * moved
-    first = [read_manifest(tmp_path / run / "stages/stage-000").policy_hash for run in ("zero3", "single")]
-    assert first[0] == first[1]
-    adapters = {
-        where: load_file(tmp_path / "zero3" / where / "adapter_model.safetensors")
-        for where in ("saved", "checkpoint-4")
-    }
-    expected = {name: p for name, p in single.model.named_parameters() if p.requires_grad}
-    for adapter in adapters.values():
-        assert len(adapter) == len(expected) == 8
-        for name, tensor in adapter.items():
-            mine = expected[name.replace(".weight", ".default.weight")]
-            assert tensor.shape == mine.shape
-            assert tensor.abs().max() > 1e-3
-            assert (tensor - mine).norm() < 1e-3 * mine.norm()
 
 
 # Rewards
@@ -874,69 +837,6 @@ def test_b36_the_table_goes_to_an_active_tracker(policy, undisturbed, tmp_path, 
     path = completion_report.log_stage_completions(reader, make_tokenizer(), config)
     assert [list(entry) for entry in sent] == [["completions"]]
     pd.testing.assert_frame_equal(sent[0]["completions"], pd.read_parquet(path))
-
-
-class Uploads:
-    """Stands in for the Hub's API at its outermost call."""
-
-    def __init__(self, fails: bool = False) -> None:
-        self.folders: list[set[str]] = []
-        self._fails = fails
-
-    def create_repo(self, repo_id, **_):
-        return type("Repo", (), {"repo_id": repo_id})()
-
-    def upload_folder(self, *, folder_path, ignore_patterns=(), run_as_future=False, **_):
-        from huggingface_hub.utils import filter_repo_objects
-
-        files = [str(p.relative_to(folder_path)) for p in Path(folder_path).rglob("*") if p.is_file()]
-        self.folders.append(set(filter_repo_objects(files, ignore_patterns=ignore_patterns)))
-        if self._fails:
-            raise OSError("401 Unauthorized: no token")
-        job: Future[None] = Future()
-        job.set_result(None)
-        return job
-
-
-@pytest.mark.parametrize("stage_dir", [None, "buffers/here"])
-def test_b55_stages_and_policies_are_never_uploaded(stage_dir, policy, tmp_path, monkeypatch):
-    import transformers.trainer
-
-    uploads = Uploads()
-    monkeypatch.setattr(transformers.trainer, "hf_api", lambda: uploads)
-    where = {} if stage_dir is None else {"stage_dir": str(tmp_path / stage_dir)}
-    trainer = make_trainer(
-        short(policy, tmp_path, push_to_hub=True, save_strategy="steps", save_steps=1, hub_model_id="a/b", **where)
-    )
-    trainer.train()
-    trainer.push_to_hub()
-    assert len(uploads.folders) == 3
-    for files in uploads.folders:
-        assert "model.safetensors" in files
-        assert not [name for name in files if name.startswith(("stages", "buffers", "checkpoint-", "run.lock"))]
-    assert list(Path(trainer.args.stages_path).glob("stage-000/groups/*.arrow"))
-    assert transformers.trainer.hf_api() is uploads
-
-
-def test_b55_a_push_that_fails_loses_nothing(policy, tmp_path, monkeypatch):
-    import transformers.trainer
-
-    trainer = make_trainer(short(policy, tmp_path))
-    trainer.train()
-    trainer.save_model(str(tmp_path))
-    monkeypatch.setattr(transformers.trainer, "hf_api", lambda: Uploads(fails=True))
-    with pytest.raises(OSError, match="no token"):
-        trainer.push_to_hub()
-    kept = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
-    assert_equal_weights({name: kept[name] for name in whole_weights(trainer)}, whole_weights(trainer))
-
-
-def test_stages_elsewhere_do_not_hide_files_of_the_run(tmp_path):
-    import transformers.trainer
-
-    config = MuGRPOConfig(**config_options(tmp_path / "run", stage_dir=str(tmp_path / "stages")))
-    with without_stages(config):
-        assert transformers.trainer.hf_api()._ignored == NOT_UPLOADED
 
 
 class StopAt(TrainerCallback):

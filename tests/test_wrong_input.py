@@ -183,7 +183,10 @@ def test_a_wrong_command_line_is_refused(tmp_path, arguments, message):
         ({"dataset_name": "./nowhere.jsonl"}, "nowhere.jsonl' does not exist"),
         ({"model_name_or_path": None}, "`model_name_or_path` is not set"),
         ({"model_name_or_path": "./nowhere"}, "'./nowhere' is no folder with a model, and cannot be loaded"),
-        ({"load_in_4bit": True}, "`load_in_4bit`/`load_in_8bit`: a quantized policy cannot be published"),
+        (
+            {"load_in_4bit": True},
+            "`load_in_4bit`/`load_in_8bit`: QLoRA is not supported .* Use LoRA on a base in half",
+        ),
         ({"reward_funcs": "maths"}, "'maths' is no reward: .* Did you mean 'math'"),
         ({"reward_funcs": "no_such_module:f"}, "module 'no_such_module' cannot be imported .* PYTHONPATH"),
         (

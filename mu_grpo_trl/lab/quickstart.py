@@ -160,8 +160,8 @@ def _mean(values: Sequence[float | None]) -> float:
     return sum(present) / len(present) if present else 0.0
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Command line."""
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="mu-grpo quickstart", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -169,7 +169,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--engine", choices=("transformers", "vllm"), help="by default the recipe's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="by default runs/quickstart or runs/smollm2")
-    arguments, overrides = parser.parse_known_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    arguments, overrides = make_parser().parse_known_args(argv)
     output = arguments.output or Path("runs", "quickstart" if arguments.task == "arithmetic" else arguments.task)
     show(run(arguments.task, arguments.engine, arguments.seed, output, overrides), output)
 

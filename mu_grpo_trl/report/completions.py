@@ -39,7 +39,8 @@ def log_stage_completions(reader: StageReader, tokenizer: PreTrainedTokenizerBas
     if is_rich_available():
         _print(table, reader, config.num_completions_to_print or MAX_PRINTED_ROWS)
     for backend in _active_backends(config.report_to):
-        backend.log({"completions": backend.Table(dataframe=table)})
+        step = {"train/global_step": reader.manifest.published_step}
+        backend.log({"completions": backend.Table(dataframe=table)} | (step if backend.__name__ == "wandb" else {}))
     return path
 
 

@@ -28,10 +28,23 @@ UNSCORED_PREFIX = "unscored-"
 
 
 class FillProgress:
-    """Progress bar of a fill (groups, tokens/s, ETA, mean reward, truncated share), and the totals behind it."""
+    """
+    Progress bar of a fill (groups, tokens/s, mean reward, truncated share, ends of the rollout and of the run), and
+    the totals behind it.
 
-    def __init__(self, stage: int, num_groups: int, num_done: int, visible: bool) -> None:
-        self.generated_tokens = 0
+    Args:
+        stage (`int`): its number.
+        num_groups (`int`): groups of the stage.
+        num_done (`int`): of those, the ones that were there before.
+        visible (`bool`): whether to show the bar.
+        run_ends (`Callable[[int], str]`): after so many groups of this fill, when the run will end, in words.
+    """
+
+    def __init__(
+        self, stage: int, num_groups: int, num_done: int, visible: bool, run_ends: Callable[[int], str] = lambda _: ""
+    ) -> None:
+        self.generated_tokens = self.num_added = 0
+        self._run_ends = run_ends
         self._responses = self._truncated = self._scored = 0
         self._reward = 0.0
         self._started = time.perf_counter()
@@ -42,6 +55,7 @@ class FillProgress:
 
     def add(self, rollout: GroupRollout) -> None:
         """Count one finished group."""
+        self.num_added += 1
         for row in rollout.responses:
             self._responses += 1
             self.generated_tokens += len(row.completion_ids)
@@ -52,7 +66,7 @@ class FillProgress:
         elapsed_s = time.perf_counter() - self._started
         self._bar.set_postfix_str(
             f"{self.generated_tokens / elapsed_s:,.0f} tok/s, reward {self._reward / max(self._scored, 1):.3f}, "
-            f"cut {self._truncated / max(self._responses, 1):.1%}",
+            f"cut {self._truncated / max(self._responses, 1):.1%}{self._run_ends(self.num_added)}",
             refresh=False,
         )
         self._bar.update()

@@ -177,6 +177,7 @@ class StageReader:
         self._shard = functools.lru_cache(maxsize=_OPEN_SHARDS)(self._open)
         self._shard_of = np.full(self.manifest.num_groups, -1, dtype=np.int32)
         self._row_of = np.zeros(self.manifest.num_groups, dtype=np.int32)
+        self._summary: StageSummary | None = None
         for number in range(len(self._paths)):
             self._index(number)
         if self.manifest.status == "complete":
@@ -241,11 +242,13 @@ class StageReader:
         )
 
     def summary(self) -> StageSummary:
-        """Totals over the whole stage, read shard by shard."""
-        totals = _Totals(self.manifest)
-        for number in range(len(self._paths)):
-            totals.add(self._open(number))
-        return totals.summary()
+        """Totals over the whole stage, read shard by shard, once."""
+        if self._summary is None:
+            totals = _Totals(self.manifest)
+            for number in range(len(self._paths)):
+                totals.add(self._open(number))
+            self._summary = totals.summary()
+        return self._summary
 
     def _open(self, number: int) -> Shard:
         return Shard(self._paths[number], self._schema)
