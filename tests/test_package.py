@@ -58,7 +58,7 @@ LAYERS = (
 )
 """A module imports from its own layer or from one below. A new top-level module needs a place here."""
 
-ON_CPU = {"quickstart", "smollm2-135m-cpu", "deepscaler-smollm2-cpu"}
+ON_CPU = {"quickstart", "smollm2-135m-cpu", "smollm2-135m-lora-cpu", "deepscaler-smollm2-cpu"}
 LEAF_LIBRARIES = {"numpy", "pyarrow", "torch"}
 PAPER_MODELS = {
     "llama-3.2-3b-instruct": ("meta-llama/Llama-3.2-3B-Instruct", 8192),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from ..config import MuGRPOConfig
 from ..schedule import Schedule
@@ -40,8 +40,8 @@ def stage_metrics(reader: StageReader) -> dict[str, float]:
 
 class StageTracking(TrainerCallback):
     """
-    Writes the table of responses, and `run.png` where W&B or the Hub will have it, and sends to the active run of W&B
-    what it shows beside metrics. All on the main process.
+    Writes the table of responses, and `run.png` when a run that saves ends, and sends to the active run of W&B what it
+    shows beside metrics, a figure with each checkpoint. All on the main process.
 
     Stages and checkpoints are artifacts by reference: W&B keeps the path and the settings, and no byte is uploaded.
 
@@ -80,28 +80,24 @@ class StageTracking(TrainerCallback):
         path = self._config.output_path / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         if self._is_main:
             self._refer_to(path, "checkpoint", {"update": state.global_step})
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        stage = self._schedule.stage_of(state.global_step)
-        if stage and state.global_step == self._schedule.first_update(stage):
-            self._draw(state)
+            if _active_wandb(self._config) is not None and state.global_step < state.max_steps:
+                self._draw(state)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._draw(state)
+        if self._is_main and self._config.save_strategy != SaveStrategy.NO:
+            self._draw(state)
 
     def _draw(self, state: TrainerState) -> None:
-        config, wandb = self._config, _active_wandb(self._config)
-        if not self._is_main or (wandb is None and not config.push_to_hub) or find_spec("matplotlib") is None:
+        config = self._config
+        if find_spec("matplotlib") is None:
             return
         run = Run(config.output_path.name, config.output_path, state.log_history, config.to_dict(), None)
         if not run.updates:
             return
         path = save(draw_sheet([run]), config.output_path / FIGURE_NAME)
-        if wandb is not None:
+        if (wandb := _active_wandb(config)) is not None:
             wandb.log({"figures/run": wandb.Image(str(path)), "train/global_step": state.global_step})
 
     def _refer_to(self, path: Path, kind: str, about: dict[str, Any]) -> None:
