@@ -216,6 +216,8 @@ def child(env: dict[str, str], log: str, spec: dict[str, Any], resume: Any, faul
             torch.save(weights, f"{spec['output_dir']}/final.pt")
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+        if (wandb := sys.modules.get("wandb")) is not None and wandb.run is not None:
+            wandb.finish()  # a child of `multiprocessing` runs no exit handlers
     except BaseException as error:
         traceback.print_exc()
         sys.stderr.flush()
