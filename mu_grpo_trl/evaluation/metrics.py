@@ -56,4 +56,4 @@ def average_interval(values: Sequence[float], intervals: Sequence[tuple[float, f
     average = sum(values) / len(values)
     below = math.sqrt(sum((value - low) ** 2 for value, (low, _) in zip(values, intervals, strict=True)))
     above = math.sqrt(sum((high - value) ** 2 for value, (_, high) in zip(values, intervals, strict=True)))
-    return average - below / len(values), average + above / len(values)
+    return max(0.0, average - below / len(values)), min(1.0, average + above / len(values))
