@@ -16,6 +16,8 @@ from workers.train_worker import digit_share
 from workers.training_run import make_trainer
 
 from mu_grpo_trl import cli
+from mu_grpo_trl.evaluation.policies import Checkpoint
+from mu_grpo_trl.evaluation.report import BenchmarkScore, CheckpointScores, Results, as_json
 from mu_grpo_trl.report import figures, page
 from mu_grpo_trl.report.runs import ReportError, Run, load_run, load_runs
 
@@ -50,16 +52,17 @@ def write_run(folder: Path, log: Any = LOG, **settings: Any) -> Path:
     return folder
 
 
-def write_evaluation(folder: Path, scores: dict[int, dict[str, float]]) -> None:
-    checkpoints = [
-        {
-            "path": f"{folder}/checkpoint-{step}",
-            "step": step,
-            "benchmarks": {name: {"pass_at_1": value} for name, value in values.items()},
-        }
+def write_evaluation(folder: Path, scores: dict[int | None, dict[str, float]]) -> None:
+    """As `mu-grpo eval` writes it."""
+    measured = [
+        CheckpointScores(
+            Checkpoint(f"checkpoint-{step}", folder / f"checkpoint-{step}", step, "hash"),
+            {name: BenchmarkScore(10, 4, value, (0.0, 1.0), {}, 100.0, 0.0, 0.0) for name, value in values.items()},
+        )
         for step, values in scores.items()
     ]
-    (folder / "eval.json").write_text(json.dumps({"checkpoints": checkpoints}))
+    folder.mkdir(exist_ok=True)
+    (folder / "eval.json").write_text(json.dumps(as_json(Results([], measured))))
 
 
 def table(rows: page.Table) -> dict[str, list[str]]:
@@ -141,11 +144,13 @@ def test_accuracy_is_pass_at_1_then_the_evaluation_reward_then_the_labs(tmp_path
     folder = write_run(tmp_path, [*LOG, {"eval_reward": 0.5}])
     lab = {"accuracy_before": 0.25, "accuracy_after": 0.75, "num_updates": 3}
     (folder / "summary.json").write_text(json.dumps(lab))
-    write_evaluation(folder, {2: {"amc23": 0.25, "math500": 0.75}, 0: {"amc23": 0.5}})
+    scores = {1: {"amc23": 0.0, "gsm8k": 0.9, "math500": 0.5}, 2: {"amc23": 0.25, "gsm8k": 1.0, "math500": 0.75}}
+    write_evaluation(folder, {**scores, None: scores[2]})
     accuracy = load_run(folder).accuracy
     assert accuracy is not None
-    assert (accuracy.source, accuracy.steps.tolist()) == ("pass@1", [0, 2])
-    assert accuracy.mean[1] == 0.5 and np.isnan(accuracy.mean[0])  # the first lacks a benchmark
+    assert (accuracy.source, accuracy.steps.tolist()) == ("pass@1", [1, 2])  # a model without a step has no place
+    assert accuracy.mean.tolist() == [0.25, 0.5]  # of the paper's benchmarks alone
+    assert accuracy.benchmarks["gsm8k"].tolist() == [0.9, 1.0]
 
     (folder / "eval.json").unlink()
     accuracy = load_run(folder).accuracy
@@ -157,6 +162,23 @@ def test_accuracy_is_pass_at_1_then_the_evaluation_reward_then_the_labs(tmp_path
     assert accuracy is not None
     assert (accuracy.source, accuracy.steps.tolist()) == ("held-out accuracy", [0, 3])
     assert accuracy.mean.tolist() == [0.25, 0.75]
+
+
+def test_evaluations_lie_below_the_run_or_are_named(tmp_path):
+    paths = [write_run(tmp_path / name) for name in ("a", "b")]
+    write_evaluation(tmp_path / "a" / "evaluation", {2: {"x": 0.5}})
+    write_evaluation(tmp_path / "elsewhere", {3: {"x": 0.75}})
+    steps = [run.accuracy and run.accuracy.steps.tolist() for run in load_runs(paths)]
+    assert steps == [[2], None]
+    (run,) = load_runs(paths[1:], evaluations=[tmp_path / "elsewhere"])
+    assert run.accuracy is not None and run.accuracy.steps.tolist() == [3]
+    with pytest.raises(ReportError, match="2 runs, but 1 evaluations"):
+        load_runs(paths, evaluations=[tmp_path / "elsewhere"])
+    with pytest.raises(ReportError, match=r"b/eval\.json does not exist"):
+        load_runs(paths[:1], evaluations=[paths[1]])
+    (tmp_path / "a" / "evaluation" / "eval.json").write_text('{"checkpoints": [{}]}')
+    with pytest.raises(ReportError, match="is no result of `mu-grpo eval`"):
+        load_run(paths[0])
 
 
 # Tables

@@ -17,7 +17,10 @@ DESCRIPTION = """figures and tables of runs, side by side
   mu-grpo report runs/a runs/b --label A B    several, overlaid: into report/
 
 A run is an output_dir, whether it has ended, goes on, or was killed. Written are report.html (one file that opens
-without a network), report.md, report.png, report.svg, and each figure as PNG and SVG in figures/."""
+without a network), report.md, report.png, report.svg, and each figure as PNG and SVG in figures/.
+
+Accuracies are those of `mu-grpo eval` (with `--output_dir RUN/evaluation`, or named by --eval), else of evaluation
+during training."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -27,12 +30,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's output_dir")
     parser.add_argument("--label", nargs="+", help="names of the runs, in their order; by default their folders'")
+    parser.add_argument(
+        "--eval", nargs="+", type=Path, metavar="DIR", help="output_dir of `mu-grpo eval` for each run, in their order"
+    )
     parser.add_argument("--output", type=Path, help="folder to write to")
     options = parser.parse_args(argv)
     try:
         if find_spec("matplotlib") is None:
             raise ReportError("matplotlib is not installed. Run `pip install 'mu-grpo-trl[quickstart]'`.")
-        runs = load_runs(options.runs, options.label)
+        runs = load_runs(options.runs, options.label, options.eval)
         output = options.output or (options.runs[0] / "report" if len(runs) == 1 else Path("report"))
         page = write_report(runs, output)
     except (ReportError, OSError) as error:

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ import numpy as np
 from ..telemetry import METRICS_NAME, RUN_NAME
 
 STATE_NAME = "trainer_state.json"
-EVALUATION_NAME = "eval.json"
+EVALUATIONS = ("eval.json", "evaluation/eval.json")
+"""Where `mu-grpo eval` may have been told to write, below a run."""
 
 KINDS_OF_ROLLOUT = ("rollout", "reward")
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -35,16 +36,18 @@ class Accuracy:
             `"held-out accuracy"` of the lab.
         steps (`np.ndarray` of shape `(n,)`): updates taken before each.
         benchmarks (`dict[str, np.ndarray]`): values `(n,)` by benchmark, NaN where a checkpoint lacks one.
+        averaged (`tuple[str, ...]`): the benchmarks that [`mean`] is over.
     """
 
     source: str
     steps: np.ndarray
     benchmarks: dict[str, np.ndarray]
+    averaged: tuple[str, ...]
 
     @property
     def mean(self) -> np.ndarray:
-        """Unweighted over the benchmarks, shape `(n,)`; NaN for a checkpoint that lacks one."""
-        return np.mean(list(self.benchmarks.values()), axis=0)
+        """Unweighted over the benchmarks `averaged`, shape `(n,)`; NaN for a checkpoint that lacks one."""
+        return np.mean([self.benchmarks[name] for name in self.averaged], axis=0)
 
 
 @dataclass(frozen=True)
@@ -112,13 +115,21 @@ class Run:
         return np.interp(steps, np.append(0.0, logged), np.append(0.0, totals))
 
 
-def load_runs(paths: Sequence[Path], labels: Sequence[str] | None = None) -> list[Run]:
+def load_runs(
+    paths: Sequence[Path], labels: Sequence[str] | None = None, evaluations: Sequence[Path] | None = None
+) -> list[Run]:
     """
-    Read runs by their `output_dir`, with labels that differ: the given ones, or the shortest ends of the paths.
+    Read runs by their `output_dir`.
+
+    Args:
+        paths (`Sequence[Path]`): of the runs.
+        labels (`Sequence[str]`, *optional*): their names; by default the shortest ends of the paths that differ.
+        evaluations (`Sequence[Path]`, *optional*): the `output_dir` of `mu-grpo eval` for each; by default what lies
+            below the run.
 
     Raises:
-        `ReportError`: no run, a folder that is none or is named twice, a log without an update, or labels that do not
-            fit.
+        `ReportError`: no run, a folder that is none or is named twice, a log without an update, or labels or
+            evaluations that do not fit.
     """
     if not paths:
         raise ReportError("No run is named. Give the `output_dir` of one or more runs, such as runs/quickstart.")
@@ -127,10 +138,13 @@ def load_runs(paths: Sequence[Path], labels: Sequence[str] | None = None) -> lis
         raise ReportError(f"{twice} is named twice. Name each run once.")
     if labels is not None and (len(labels) != len(paths) or len(set(labels)) != len(labels)):
         raise ReportError(f"{len(paths)} runs, but the labels {list(labels)}: give as many, all different.")
-    return [load_run(path, label) for path, label in zip(paths, labels or _labels(resolved), strict=True)]
+    if evaluations is not None and len(evaluations) != len(paths):
+        raise ReportError(f"{len(paths)} runs, but {len(evaluations)} evaluations: give one for each run.")
+    names, places = labels or _labels(resolved), evaluations or [None] * len(paths)
+    return [load_run(*named) for named in zip(paths, names, places, strict=True)]
 
 
-def load_run(path: Path, label: str | None = None) -> Run:
+def load_run(path: Path, label: str | None = None, evaluation: Path | None = None) -> Run:
     """
     Read one run, by default labelled with its folder's name.
 
@@ -143,7 +157,7 @@ def load_run(path: Path, label: str | None = None) -> Run:
     run = Run(label or path.resolve().name, path, history, settings | description.get("settings", {}), None)
     if not run.updates:
         raise ReportError(f"The log of {path} has no update yet. Wait for the first one.")
-    return Run(run.label, path, history, run.settings, _read_accuracy(run))
+    return replace(run, accuracy=_read_accuracy(run, evaluation))
 
 
 def _read_history(path: Path) -> list[dict[str, Any]]:
@@ -186,22 +200,29 @@ def _parse_lines(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def _read_accuracy(run: Run) -> Accuracy | None:
-    return _from_evaluation(run) or _from_log(run) or _from_lab(run)
+def _read_accuracy(run: Run, evaluation: Path | None) -> Accuracy | None:
+    if evaluation is not None:
+        file = evaluation / EVALUATIONS[0]
+        if not file.exists():
+            raise ReportError(f"{file} does not exist. Name the `output_dir` of `mu-grpo eval`.")
+        return _from_evaluation(file)
+    files = [run.path / place for place in EVALUATIONS]
+    found = next((file for file in files if file.exists()), None)
+    return _from_evaluation(found) if found else _from_log(run) or _from_lab(run)
 
 
-def _from_evaluation(run: Run) -> Accuracy | None:
-    """Of `mu-grpo eval`, which names the checkpoints it evaluated."""
-    stored = _read_json(run.path / EVALUATION_NAME)
-    if stored is None:
-        return None
-    points: dict[int, dict[str, float]] = {}
-    for checkpoint in stored["checkpoints"]:
-        found = _CHECKPOINT.search(str(checkpoint["path"]))
-        step = checkpoint.get("step", int(found[1]) if found else None)
-        if step is not None:
-            points[step] = {name: scores["pass_at_1"] for name, scores in checkpoint["benchmarks"].items()}
-    return _accuracy("pass@1", points)
+def _from_evaluation(file: Path) -> Accuracy | None:
+    """Of `mu-grpo eval`. A model that is no checkpoint of a run has no place on the axes."""
+    stored = _read_json(file) or {}
+    try:
+        points = {
+            checkpoint["step"]: {name: score["pass@1"] for name, score in checkpoint["benchmarks"].items()}
+            for checkpoint in stored["checkpoints"]
+            if checkpoint["step"] is not None
+        }
+        return _accuracy("pass@1", points, stored["average_of"])
+    except (KeyError, TypeError) as error:
+        raise ReportError(f"{file} is no result of `mu-grpo eval` ({type(error).__name__}: {error}).") from error
 
 
 def _from_log(run: Run) -> Accuracy | None:
@@ -218,13 +239,15 @@ def _from_lab(run: Run) -> Accuracy | None:
     return _accuracy("held-out accuracy", {step: {"held out": value} for step, value in steps.items()})
 
 
-def _accuracy(source: str, points: dict[int, dict[str, float]]) -> Accuracy | None:
+def _accuracy(
+    source: str, points: dict[int, dict[str, float]], averaged: Sequence[str] | None = None
+) -> Accuracy | None:
     if not points:
         return None
     steps = sorted(points)
     names = list(dict.fromkeys(name for step in steps for name in points[step]))
     values = {name: np.array([points[step].get(name, np.nan) for step in steps], dtype=float) for name in names}
-    return Accuracy(source, np.array(steps, dtype=float), values)
+    return Accuracy(source, np.array(steps, dtype=float), values, tuple(averaged or names))
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
