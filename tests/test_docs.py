@@ -106,7 +106,9 @@ def fault_of_subcommand(words: list[str]) -> str | None:
         return fault_of_options(rest, OPTIONS | QUICKSTART_OPTIONS)
     if command == "stage" and rest and "|" not in rest[0]:
         try:
-            stage_cli.make_parser().parse_args(rest if len(rest) > 1 else [*rest, "PATH"])
+            stage_cli.make_parser().parse_args(
+                rest if len(rest) > 1 else [*rest, "PATH", "REPO"][: 2 + (rest == ["push"])]
+            )
         except SystemExit:
             return "not what `mu-grpo stage` takes"
     return None

@@ -2,7 +2,7 @@
 `mu-grpo lab report`: what the finished cells of the laboratory say about each claim of the paper.
 
 Writes into `docs/lab`: the page as Markdown (`README.md`) and as one HTML file that opens without a network
-(`index.html`), its figures as PNG and SVG, `claims.json`, and every cell (`cells.jsonl.gz`, a `result.json` a line).
+(`page.html`), its figures as PNG and SVG, `claims.json`, and every cell (`cells.jsonl.gz`, a `result.json` a line).
 The report is made from the published numbers, five significant digits, so that `--cells docs/lab/cells.jsonl.gz`
 gives the same files again.
 """

@@ -78,24 +78,25 @@ def name_of(method: str) -> str:
 def draw_all(lab: Lab, task: str, points: Mapping[str, Sequence[Point]]) -> list[Figure]:
     """Every figure of a task that there are cells for; `points` are the grid's, by what they are compared to."""
     main = Regime(task, lab.main_mu(task))
-    shared = Regime(task, lab.main_mu(task), lab.tuned_lr(task, "mu_grpo"))
-    figures = [
-        draw_main(lab, main),
-        draw_pair(
-            lab, shared, "dilemma", DILEMMA_METHODS, _metric_curve("clip/token_fraction"),
-            "clipped tokens (%)",
-            "The clipping dilemma (paper Fig. 2): clipped share of tokens, and accuracy.",
-            scale=100.0,
-        ),
-        draw_pair(
-            lab, shared, "scopes", SCOPE_METHODS, _metric_curve("ratio/negative_mean"),
-            "E[ρ | A<0]",
-            "Veto scopes under the relaxed clip (paper Fig. 3): E[ρ | A<0], and accuracy.",
-        ),
-        draw_vetoed_shares(lab, shared),
-        draw_sweeps(lab, main),
-        draw_grid(lab, task, points),
-    ]  # fmt: skip
+    figures = [draw_main(lab, main)]
+    for learning_rate in lab.learning_rates(task):
+        shared = Regime(task, main.stage_updates, learning_rate)
+        figures += [
+            draw_pair(
+                lab, shared, "dilemma", DILEMMA_METHODS, _metric_curve("clip/token_fraction"),
+                "clipped tokens (%)",
+                "The clipping dilemma (paper Fig. 2): clipped share of tokens, and accuracy.",
+                scale=100.0,
+            ),
+            draw_pair(
+                lab, shared, "scopes", SCOPE_METHODS, _metric_curve("ratio/negative_mean"),
+                "E[ρ | A<0]",
+                "Veto scopes under the relaxed clip (paper Fig. 3): E[ρ | A<0], cut at 2, and accuracy.",
+                limits=(0.0, 2.0),
+            ),
+            draw_vetoed_shares(lab, shared),
+        ]  # fmt: skip
+    figures += [draw_sweeps(lab, main), draw_grid(lab, task, points)]
     return [figure for figure in figures if figure is not None]
 
 
@@ -128,8 +129,9 @@ def draw_pair(
     label: str,
     caption: str,
     scale: float = 1.0,
+    limits: tuple[float, float] | None = None,
 ) -> Figure | None:
-    """A logged metric on the left, accuracy on the right."""
+    """A logged metric on the left, its axis within `limits`, accuracy on the right."""
     chosen = _chosen(lab, regime, methods)
     if len(chosen) < 2:
         return None
@@ -139,10 +141,15 @@ def draw_pair(
         _draw_curves(right, method, selection, _accuracy_curve, 100.0)
     for axis in (left, right):
         _mark_stages(axis, lab, regime)
-    left.set(xlabel="updates", ylabel=label, title=f"{label}, mean and range of seeds")
+    left.set(xlabel="updates", ylabel=label, title=f"{label}, mean and range of seeds", ylim=limits)
     right.set(xlabel="updates", ylabel="accuracy (%)", title="accuracy")
     _legend(canvas, right)
-    return Figure(f"{regime.task}-{name}", caption + " Dotted lines are stage boundaries.", canvas)
+    return Figure(_file_name(regime, name), f"{caption} Dotted lines are stage boundaries. {regime}.", canvas)
+
+
+def _file_name(regime: Regime, name: str) -> str:
+    rate = "" if regime.learning_rate is None else f"-lr{number(regime.learning_rate)}"
+    return f"{regime.task}-{name}{rate}"
 
 
 def draw_vetoed_shares(lab: Lab, regime: Regime) -> Figure | None:
@@ -172,7 +179,7 @@ def draw_vetoed_shares(lab: Lab, regime: Regime) -> Figure | None:
     axis.set_ylim(bottom=0)
     _legend(canvas, axis)
     caption = "Share of tokens the veto masks, by stage (paper Tables 5 and 6); mean and 95% interval over seeds."
-    return Figure(f"{regime.task}-vetoed-shares", caption, canvas)
+    return Figure(_file_name(regime, "vetoed-shares"), f"{caption} {regime}.", canvas)
 
 
 def draw_sweeps(lab: Lab, regime: Regime) -> Figure | None:

@@ -61,10 +61,10 @@ def write_report(cells: Path, output: Path, planned: Sequence[Cell], tuning_seed
     svgs = {figure.name: figure.save(output / "figures") for drawn in figures.values() for figure in drawn}
     blocks = page.build(lab, judged, failures, figures)
     (output / "README.md").write_text(page.to_markdown(blocks), encoding="utf-8")
-    (output / "index.html").write_text(page.to_html("mu-grpo-trl: the laboratory", blocks, svgs), encoding="utf-8")
+    (output / "page.html").write_text(page.to_html("mu-grpo-trl: the laboratory", blocks, svgs), encoding="utf-8")
     counts = Counter(entry.finding.verdict for entry in judged if entry.main)
     verdicts = ", ".join(f"{counts[name]} {text}" for name, text in page.VERDICTS.items())
-    return f"{len(results)} cells, {len(failures)} failed; main verdicts: {verdicts}; {output}/README.md, index.html"
+    return f"{len(results)} cells, {len(failures)} failed; main verdicts: {verdicts}; {output}/README.md, page.html"
 
 
 def _figures(lab: Lab, task: str) -> list[Figure]:
