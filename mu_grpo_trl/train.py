@@ -167,6 +167,8 @@ def parse(argv: Sequence[str]) -> tuple[ScriptArguments, MuGRPOConfig, ModelConf
         known, rest = launcher.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise ValueError(f"{error}: give the recipe's path after it.") from error
+    if not argv:
+        raise ValueError("No recipe is named: give `--config recipes/NAME.yaml`, or options as `--help` lists them.")
     recipe = {} if known.config is None else check_recipe(known.config)
     os.environ.update({name: str(value) for name, value in (recipe.pop("env", None) or {}).items()})
     return parse_options(recipe, rest)

@@ -281,6 +281,11 @@ def test_an_unknown_command_names_the_known_ones(arguments, capsys):
     assert f"{{{','.join(COMMANDS)}}}" in capsys.readouterr().err
 
 
+def test_a_command_without_a_recipe_asks_for_one():
+    with pytest.raises(ValueError, match="No recipe is named: give `--config recipes/NAME.yaml`"):
+        parse([])
+
+
 def test_rewards_may_lie_in_the_working_directory(tmp_path, policy, no_model, monkeypatch):
     (tmp_path / "my_own_rewards.py").write_text(
         "def score(completions, **kwargs):\n    return [0.0] * len(completions)\n"
