@@ -189,7 +189,7 @@ def test_the_summary_has_the_numbers_of_the_log(tmp_path):
     write_evaluation(folder, {0: {"x": 0.1, "y": 0.3}, 2: {"x": 0.5, "y": 0.7}, 3: {"x": 0.4, "y": 0.6}})
     runs = load_runs([folder, write_run(tmp_path / "b", [{"loss": 0.0}])])
     rows = table(page.summary_table(runs))
-    assert rows["updates"] == ["3 of 4 in 2 stages", "1 of 4 in 1 stages"]
+    assert rows["updates"] == ["3 of 4 in 2 stages", "1 of 4 in 1 stage"]
     assert rows["accuracy, first → last"] == ["20.0% → 50.0%", "–"]
     assert rows["accuracy, best"] == ["60.0% at update 2", "–"]
     assert rows["reward, first → last stage"] == ["0.300 → 0.550", "–"]

@@ -21,6 +21,6 @@ def attach(trainer: Any) -> StageTracking:
     """
     removed = [trainer.pop_callback(kind) for kind in (PrinterCallback, ProgressCallback)]
     trainer.add_callback(RunProgress(trainer.schedule, trainer.telemetry, has_bar=any(removed)))
-    tracking = StageTracking(trainer.args, trainer.schedule, trainer._tokenizer, trainer.accelerator.is_main_process)
+    tracking = StageTracking(trainer.args, trainer.telemetry, trainer._tokenizer, trainer.accelerator.is_main_process)
     trainer.add_callback(tracking)
     return tracking

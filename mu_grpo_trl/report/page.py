@@ -162,7 +162,8 @@ def _title(runs: Sequence[Run]) -> str:
 
 def _progress(run: Run) -> str:
     planned = run.settings.get("max_steps")
-    stages = f" in {len(run.boundaries()) + 1} stages" if run.settings.get("stage_updates") else ""
+    count = len(run.boundaries()) + 1
+    stages = f" in {count} stage{'s' * (count > 1)}" if run.settings.get("stage_updates") else ""
     return f"{run.num_updates}{f' of {planned}' if planned and planned != run.num_updates else ''}{stages}"
 
 

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerContro
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from ..config import MuGRPOConfig
-from ..schedule import Schedule
 from ..stage.reader import StageReader
+from ..telemetry import Telemetry
 from .completions import log_stage_completions
 from .figures import draw_sheet, save
 from .runs import Run
@@ -47,16 +47,16 @@ class StageTracking(TrainerCallback):
 
     Args:
         config (`MuGRPOConfig`): the run's options.
-        schedule (`Schedule`): where stages end.
+        telemetry (`Telemetry`): figures are drawn off the clock, as evaluation is.
         tokenizer (`PreTrainedTokenizerBase`): of the policy.
         is_main (`bool`): whether this is the main process.
     """
 
     def __init__(
-        self, config: MuGRPOConfig, schedule: Schedule, tokenizer: PreTrainedTokenizerBase, is_main: bool
+        self, config: MuGRPOConfig, telemetry: Telemetry, tokenizer: PreTrainedTokenizerBase, is_main: bool
     ) -> None:
         self._config = config
-        self._schedule = schedule
+        self._telemetry = telemetry
         self._tokenizer = tokenizer
         self._is_main = is_main
 
@@ -96,7 +96,8 @@ class StageTracking(TrainerCallback):
         run = Run(config.output_path.name, config.output_path, state.log_history, config.to_dict(), None)
         if not run.updates:
             return
-        path = save(draw_sheet([run]), config.output_path / FIGURE_NAME)
+        with self._telemetry.interval("evaluation"):
+            path = save(draw_sheet([run]), config.output_path / FIGURE_NAME)
         if (wandb := _active_wandb(config)) is not None:
             wandb.log({"figures/run": wandb.Image(str(path)), "train/global_step": state.global_step})
 
