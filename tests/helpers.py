@@ -56,13 +56,18 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def save_tiny_policy(folder: Path, *, seed: int = 0, tied: bool = False, scale: float = 0.2) -> Path:
-    """A random two-layer Qwen2 with its tokenizer in `folder`; `scale` widens its logits."""
+def save_tiny_policy(
+    folder: Path, *, seed: int = 0, tied: bool = False, scale: float = 0.2, hidden_size: int = 32
+) -> Path:
+    """
+    A random two-layer Qwen2 with its tokenizer in `folder`; `scale` widens its logits. Attention heads have half of
+    `hidden_size`; vLLM on a CPU has no kernel for less than 32.
+    """
     tokenizer = make_tokenizer()
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=32,
+        hidden_size=hidden_size,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=2,

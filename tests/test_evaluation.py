@@ -592,7 +592,7 @@ def test_a_prompt_without_room_for_a_response_is_refused(setup, tmp_path, capsys
 def test_checkpoints_with_tied_heads_are_evaluated_by_one_server_and_resumed(tmp_path, vllm_python):
     """The probe compares each one's log-probs with the server's: a head kept from the first would not pass."""
     for seed in (1, 2):
-        checkpoint = save_tiny_policy(tmp_path / f"run/checkpoint-{seed}", seed=seed, tied=True)
+        checkpoint = save_tiny_policy(tmp_path / f"run/checkpoint-{seed}", seed=seed, tied=True, hidden_size=64)
         (checkpoint / "trainer_state.json").write_text("{}")
     write_rows(tmp_path / "sums.jsonl", [{"problem": f"{a}+{a * a}=", "answer": a + a * a} for a in range(1, 7)])
     (tmp_path / "recipe.yaml").write_text(RECIPE.replace("transformers", "vllm"))
@@ -600,7 +600,7 @@ def test_checkpoints_with_tied_heads_are_evaluated_by_one_server_and_resumed(tmp
     argv = [
         "--config", str(tmp_path / "recipe.yaml"), "--checkpoints", str(tmp_path / "run/checkpoint-*"), "--benchmarks",
         "sums", "--data", f"sums={tmp_path / 'sums.jsonl'}", "--samples", "3", "--top_p", "0.9", "--vllm_python",
-        vllm_python, "--vllm_server_args", "--enforce-eager", "--output_dir", str(folder),
+        vllm_python, "--vllm_server_args=--enforce-eager", "--output_dir", str(folder),
     ]  # fmt: skip
     main(argv)
     files = sorted((folder / "responses").rglob("*.jsonl"))
