@@ -52,6 +52,7 @@ def tracked(policy, tmp_path_factory) -> tuple[MuGRPOTrainer, Path]:
             patch.delenv(name, raising=False)
         patch.setenv("WANDB_MODE", "offline")
         patch.setenv("WANDB_DIR", str(folder))
+        wandb.teardown()  # it read the environment when it was first used in this process
         patch.setenv("TENSORBOARD_LOGGING_DIR", str(folder / "tensorboard"))
         patch.setattr(preflight, "devices_peak", lambda accelerator: 1e12)
         spec = config_options(folder / "run", report_to=["wandb", "tensorboard"], **OPTIONS, **RARE)
