@@ -189,10 +189,10 @@ def _how_judged(judged: Sequence[Judged]) -> str:
     return (
         "Here μ is that of four stages. Comparisons of methods (a, e, g, h, k) give each its tuned learning rate; "
         "ablations (all others) have μ-GRPO's for all methods, as the paper has one for all, or the nearest they were "
-        f"run at. The rules below were fixed before the cells were run. These are {len(main)} verdicts, and "
-        f"{len(judged) - len(main)} more in other regimes further down; every interval is 95% for itself, with no "
-        "correction for their number, so that about one in forty intervals that should touch 0 lies above it by "
-        f"chance. Fewer than {MIN_SEEDS} seeds, or a missing cell, is always unclear."
+        "run at. The grid was fixed before the cells were run, and the rules below before any result was looked at. "
+        f"These are {len(main)} verdicts, and {len(judged) - len(main)} more in other regimes further down; every "
+        "interval is 95% for itself, with no correction for their number, so that about one in forty intervals that "
+        f"should touch 0 lies above it by chance. Fewer than {MIN_SEEDS} seeds, or a missing cell, is always unclear."
     )
 
 
