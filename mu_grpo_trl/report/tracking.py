@@ -62,6 +62,7 @@ class StageTracking(TrainerCallback):
 
     def stage_made(self, reader: StageReader) -> dict[str, list[float]]:
         """Tell of a stage that is complete now; returns its metrics, for the next log."""
+        metrics = stage_metrics(reader)
         if self._is_main:
             if self._config.log_completions:
                 log_stage_completions(reader, self._tokenizer, self._config)
@@ -73,8 +74,8 @@ class StageTracking(TrainerCallback):
                 "engine": f"{manifest.engine} {manifest.engine_version}",
                 "sampling": manifest.sampling,
             }
-            self._refer_to(reader.path, "stage", about | stage_metrics(reader))
-        return {name: [value] for name, value in stage_metrics(reader).items()}
+            self._refer_to(reader.path, "stage", about | metrics)
+        return {name: [value] for name, value in metrics.items()}
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         path = self._config.output_path / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
