@@ -40,8 +40,11 @@ def replicate(accelerator: Accelerator, folder: Path) -> None:
     copy = _Copy(folder, accelerator, writes)
     for name, (size, _) in listing.items():
         copy.transfer(name, size)
-    copy.finish()
-    if _any(accelerator, bool(copy.error)):
+    failed = _any(accelerator, bool(copy.error))
+    if not failed:  # else a file that the main process could not read would appear as zeros
+        copy.finish()
+        failed = _any(accelerator, bool(copy.error))
+    if failed:
         raise StageError(
             f"The stage {folder} could not be copied to every node: {copy.error or 'another rank says why'}. Make "
             "room there, or share `stage_dir`; the stage itself is complete, and a resumed run copies it again."
@@ -96,7 +99,7 @@ class _Copy:
 
     def finish(self) -> None:
         """Let the copy appear."""
-        if self._writes and not self.error:
+        if self._writes:
             with self._keeping_error():
                 shutil.rmtree(self._folder, ignore_errors=True)
                 self._temporary.rename(self._folder)
