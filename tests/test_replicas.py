@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import REPOSITORY, free_port
+from helpers import REPOSITORY
+from processes import rank_environments
 from test_stage import fill_stage
 
 from mu_grpo_trl.stage import StageReader
@@ -20,16 +21,16 @@ RANK = REPOSITORY / "tests" / "workers" / "replica_rank.py"
 
 def copy_between(folders: tuple[Path, Path], fault: str = "none") -> list[tuple[int, str]]:
     """Exit code and output of each rank."""
-    common = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    alone_on_its_node = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "PYTHONPATH": str(REPOSITORY)}
     ranks = [
         subprocess.Popen(
             [sys.executable, str(RANK), str(folder), fault],
-            env={**os.environ, **common, "RANK": str(rank), "PYTHONPATH": str(REPOSITORY)},
+            env={**os.environ, **launched, **alone_on_its_node},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank, folder in enumerate(folders)
+        for launched, folder in zip(rank_environments(2), folders, strict=True)
     ]
     outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
     return [(rank.returncode, output) for rank, output in zip(ranks, outputs, strict=True)]
